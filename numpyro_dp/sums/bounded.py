@@ -14,7 +14,7 @@ from jax import Array
 from jaxtyping import Bool
 
 from numpyro_dp._tree import filled, select, squared_norm, widen
-from numpyro_dp.core import Centring, Estimator, Mechanism, PyTree, Values
+from numpyro_dp.core import Estimator, Mechanism, PyTree, Values
 from numpyro_dp.sums.centred_sums import centred_mechanism, with_partners
 from numpyro_dp.sums.exact import finished, partial_sum
 from numpyro_dp.sums.factored import factored_sum
@@ -31,7 +31,7 @@ from numpyro_dp.sums.microbatches import (
     suitable_rows,
 )
 
-__all__ = ["SumInParts", "bounded_sum", "bounded_sum_by_definition"]
+__all__ = ["SumInParts", "bounded_sum"]
 
 
 def bounded_sum(
@@ -72,65 +72,25 @@ def bounded_sum(
         ``mechanism.sensitivity`` in norm, rounding included.
     """
     live = jnp.any(mask) if live is None else live
-    of_row, rows_each = estimator, 1
+    rows_each = 1
     if (centring := estimator.centring) is not None:
         # The lengths are of records. Each record now has several rows, so they do not fit.
-        of_row, rows_each, lengths = centring.estimator, centring.number + 1, ()
-    if (factored := of_row.factored) is None:
-        return bounded_sum_by_definition(
-            estimator, mechanism, public, examples, mask, live, rows, shards, seeds, whole
-        )
-    mechanism, examples, mask, rows = _with_partners(
-        centring, mechanism, public, examples, mask, rows, seeds
-    )
-    return factored_sum(
-        of_row, factored, mechanism, public, examples, mask, lengths, live, rows, shards, rows_each
-    )
-
-
-def bounded_sum_by_definition(
-    estimator: Estimator,
-    mechanism: Mechanism,
-    public: PyTree,
-    examples: PyTree,
-    mask: Bool[Array, " batch"],
-    live: Array | None = None,
-    rows: int | None = None,
-    shards: Shards = WHOLE,
-    seeds: Array | None = None,
-    whole: bool = False,
-) -> Values:
-    """The same sum, one signal at a time, in microbatches: the batch is never in memory at once."""
-    rows_each, centring = 1, estimator.centring
-    if centring is not None:
-        estimator, rows_each = centring.estimator, centring.number + 1
-    mechanism, examples, mask, rows = _with_partners(
-        centring, mechanism, public, examples, mask, rows, seeds
-    )
+        estimator, rows_each, lengths = centring.estimator, centring.number + 1, ()
+        mechanism = centred_mechanism(mechanism, centring)
+        examples, mask = with_partners(centring, public, examples, mask, seeds)
+        # The caller counts records, and a microbatch counts rows.
+        rows = None if rows is None else rows * rows_each
+    if (factored := estimator.factored) is not None:
+        return factored_sum(
+            estimator, factored, mechanism, public, examples, mask, lengths, live, rows, shards,
+            rows_each,
+        )  # fmt: skip
     # The records of all devices: grid and margin must be the same everywhere.
     count = mask.size * shards.number // rows_each
     parts = SumInParts(estimator, mechanism, public, first_of(examples), count, rows_each, whole)
     sums, squares = parts.part(examples, mask, live, rows, shards)
     extras = extra_sums(mechanism, parts.names, squares, parts.margin, mask, shards)
     return parts.finished(sums) | extras
-
-
-def _with_partners(
-    centring: Centring | None,
-    mechanism: Mechanism,
-    public: PyTree,
-    examples: PyTree,
-    mask: Bool[Array, " batch"],
-    rows: int | None,
-    seeds: Array | None,
-) -> tuple[Mechanism, PyTree, Array, int | None]:
-    """Returns the same, with the rows of each record in its place if signals are centred."""
-    if centring is None:
-        return mechanism, examples, mask, rows
-    examples, mask = with_partners(centring, public, examples, mask, seeds)
-    # The caller counts records, and a microbatch counts rows.
-    rows = None if rows is None else rows * (centring.number + 1)
-    return centred_mechanism(mechanism, centring), examples, mask, rows
 
 
 class SumInParts:
@@ -169,12 +129,11 @@ class SumInParts:
         self,
         examples: PyTree,
         mask: Bool[Array, " batch"],
-        live: Array | None = None,
+        live: Array,
         rows: int | None = None,
         shards: Shards = WHOLE,
     ) -> tuple[list[PyTree], tuple[Array, ...]]:
         """Returns the sums of a part, which can be added to others, and its squared norms."""
-        live = jnp.any(mask) if live is None else live
 
         def of_rows(examples: PyTree, mask: Array) -> tuple[list[PyTree], tuple[Array, ...]]:
             each = jax.vmap(lambda example: self._signal(self._public, example))

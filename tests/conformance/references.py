@@ -11,8 +11,18 @@ from numpyro.infer.util import log_density
 
 from numpyro_dp.core import Released
 from numpyro_dp.estimators import aligned, centred
+from numpyro_dp.sums.bounded import bounded_sum
 
-__all__ = ["elbo", "less_simulated", "natural", "path_derivative"]
+__all__ = ["bounded_sum_by_definition", "elbo", "less_simulated", "natural", "path_derivative"]
+
+
+def bounded_sum_by_definition(estimator, *data, **options):
+    """The same sum, one signal at a time."""
+    plain = estimator._replace(factored=None)
+    if (centring := estimator.centring) is not None:
+        each = centring.estimator._replace(factored=None)
+        plain = plain._replace(centring=centring._replace(estimator=each))
+    return bounded_sum(plain, *data, **options)
 
 
 def elbo(pieces, key, gradient):

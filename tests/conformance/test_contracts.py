@@ -30,8 +30,9 @@ from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.samplers import FullBatch, Poisson
-from numpyro_dp.sums.bounded import bounded_sum, bounded_sum_by_definition
+from numpyro_dp.sums.bounded import bounded_sum
 
+from .references import bounded_sum_by_definition
 from .registry import (
     ACCOUNTANTS,
     ALL_IN_FULL,

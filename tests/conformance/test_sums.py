@@ -12,8 +12,9 @@ from numpyro_dp._tree import squared_norm
 from numpyro_dp.estimators import vanilla
 from numpyro_dp.mechanisms import AdaptiveClip
 from numpyro_dp.privacy.mechanism.loss import LOSS_ENTRY, with_loss
-from numpyro_dp.sums.bounded import bounded_sum, bounded_sum_by_definition
+from numpyro_dp.sums.bounded import bounded_sum
 
+from .references import bounded_sum_by_definition
 from .scenarios import ROWS, fast_where, row_numbers, rows_for, single
 
 FAST = ("own_params", "two_sites", "simplex_param")
