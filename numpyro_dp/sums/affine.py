@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from numpyro_dp._compat import MOVES
@@ -76,12 +77,10 @@ def find_waist(scalar: Callable[[Array, PyTree], Array], point: PyTree, example:
 
     def rest(eta: Array, example: PyTree) -> Array:
         inputs = dict(zip(program.example, jax.tree.leaves(example), strict=True))
-        first = 0
-        for value, shape in zip(order, shapes, strict=True):
-            count = math.prod(shape.shape)
-            part = eta[first : first + count].reshape(shape.shape)
+        ends = np.cumsum([math.prod(shape.shape) for shape in shapes])
+        for value, shape, part in zip(order, shapes, jnp.split(eta, ends[:-1]), strict=True):
             # Joining the values gave all of them one type.
-            inputs[value], first = part.astype(shape.dtype), first + count
+            inputs[value] = part.reshape(shape.shape).astype(shape.dtype)
         return evaluate(after, inputs)[program.output]
 
     return Waist(size, values, rest)

@@ -66,7 +66,7 @@ class Contraction(NamedTuple):
         derived: Whether the factor is computed, not just moved. Two programs may round it
             differently, so it must be computed once.
         outer: Whether the gradient is an outer product, of norm ``|r| |record|``.
-        struct: Shape and dtype of the product.
+        struct: The product, for its shape and dtype.
         gradient: ``(leaf value, factor, r) -> gradient`` of a convolution, a sum of products. Else
             ``None``.
     """
@@ -78,7 +78,7 @@ class Contraction(NamedTuple):
     record: Callable[[Sequence[Array]], Array]
     derived: bool
     outer: bool
-    struct: jax.ShapeDtypeStruct
+    struct: Any
     gradient: Callable[[Array, Array, Array], Array] | None = None
 
 
@@ -122,12 +122,15 @@ def split_scalar(
     """
     program = trace_scalar(scalar, point, example)
     # The program is read, not the model's source: a model may write X @ w, einsum or vmap of a dot.
-    found = [_contraction(program, leaf, layers) for leaf in range(len(program.point))]
-    # Two leaves may meet in one product: then it is linear in one of them at a time.
-    contractions = _apart(found)
+    by_op: dict[int, Contraction] = {}
+    for leaf in range(len(program.point)):
+        if (found := _contraction(program, leaf, layers)) is not None:
+            # Two leaves may meet in one product, which is linear in one of them at a time. The
+            # other leaf joins `rest`.
+            by_op.setdefault(found.op, found)
+    contractions, cuts = tuple(by_op.values()), {op: number for number, op in enumerate(by_op)}
     kept = {contraction.leaf for contraction in contractions}
-    rest = tuple(leaf for leaf in range(len(found)) if leaf not in kept)
-    cuts = {contraction.op: number for number, contraction in enumerate(contractions)}
+    rest = tuple(leaf for leaf in range(len(program.point)) if leaf not in kept)
 
     def shifted(
         shifts: PyTree, rest_values: PyTree, leaves: PyTree, example_leaves: PyTree
@@ -146,16 +149,6 @@ def split_scalar(
         return value_of(environment, program.output), factors
 
     return Split(contractions, rest, shifted)
-
-
-def _apart(found: Sequence[Contraction | None]) -> tuple[Contraction, ...]:
-    """Keeps one contraction for each product: a product of two parameters is not linear in both."""
-    kept: dict[int, Contraction] = {}
-    for contraction in found:
-        if contraction is not None:
-            # The other leaf joins `rest`.
-            kept.setdefault(contraction.op, contraction)
-    return tuple(kept.values())
 
 
 def _contraction(program: ScalarProgram, leaf: int, layers: bool) -> Contraction | None:
@@ -212,11 +205,10 @@ def _product(
     *moves, dot = (program.ops[number] for number in chain)
     exact = {"precision": (lax.Precision.HIGHEST, lax.Precision.HIGHEST)}
     functions = _functions(program, leaf, factor, (*moves, dot._replace(params=dot.params | exact)))
-    struct = jax.ShapeDtypeStruct(out.shape, out.dtype)
     derived = not alone.get(factor, False)
     # With batch axes each entry of the leaf meets some entries of the record only. The norm of the
     # gradient is then not |r| |x|.
-    return Contraction(leaf, chain[-1], factor, *functions, derived, not batch[side], struct)
+    return Contraction(leaf, chain[-1], factor, *functions, derived, not batch[side], out)
 
 
 def _functions(
@@ -262,8 +254,7 @@ def _convolution(
         like, pull = jax.vjp(moved, value)
         return pull(_kernel_gradient(op.params, factor_value, slope, like))[0]
 
-    aval = program.shapes[op.outputs[0]]
-    struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    struct = program.shapes[op.outputs[0]]
     # Neither a product nor an outer product: the patches of one record overlap.
     functions = _functions(program, leaf, factor, (*moves, op))
     return Contraction(leaf, chain[-1], factor, *functions, True, False, struct, gradient)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,30 +26,18 @@ from numpyro_dp._tree import is_key
 from numpyro_dp.core import PyTree
 from numpyro_dp.sums.microbatches import WHOLE, Shards
 
-__all__ = [
-    "any_process",
-    "copied",
-    "from_first",
-    "hash_together",
-    "on_devices",
-    "spread",
-]
-
+__all__ = ["any_process", "copied", "from_first", "hash_together", "on_devices", "spread"]
 
 _SENT = 2**27  # bytes sent between processes at once
 
 
-class _Step(Protocol):
-    """A step on one device's part of a batch."""
-
-    def __call__(self, rest: PyTree, batch: PyTree, mask: Array, /, shards: Shards) -> PyTree: ...
-
-
-def on_devices(step: _Step, mesh: Mesh | None) -> Callable[[PyTree, PyTree, Array], PyTree]:
+def on_devices(
+    step: Callable[..., PyTree], mesh: Mesh | None
+) -> Callable[[PyTree, PyTree, Array], PyTree]:
     """Runs a step on all devices. Each has its part of the batch, and all of the rest.
 
-    The step must add values that depend on the batch by its ``shards``, so that the result is the
-    same on all devices.
+    A step takes ``(rest, batch, mask, shards=...)``. It must add values that depend on the batch by
+    its ``shards``, so that the result is the same on all devices.
     """
     if mesh is None:
         return functools.partial(step, shards=WHOLE)
@@ -104,11 +91,6 @@ def _check_context(mesh: Mesh) -> None:
         )
 
 
-def _is_first(mesh: Mesh | None) -> bool:
-    """Whether this is the process that reads and writes files for all processes of a mesh."""
-    return mesh is None or not mesh.is_multi_process or jax.process_index() == 0
-
-
 def from_first(mesh: Mesh | None, make: Callable[[], bytes]) -> bytes:
     """Returns bytes that the first process makes, in all processes of a mesh.
 
@@ -117,8 +99,8 @@ def from_first(mesh: Mesh | None, make: Callable[[], bytes]) -> bytes:
     """
     if mesh is None or not mesh.is_multi_process:
         return make()
-    error, message = None, b""
-    if _is_first(mesh):
+    error, message, first = None, b"", jax.process_index() == 0
+    if first:
         try:
             message = b"+" + make()
         except Exception as raised:  # the others wait for an answer
@@ -129,7 +111,7 @@ def from_first(mesh: Mesh | None, make: Callable[[], bytes]) -> bytes:
     parts = []
     for number, length in enumerate([_SENT] * whole + [rest]):
         part = np.zeros(length, np.uint8)
-        if _is_first(mesh):
+        if first:
             part[:] = np.frombuffer(message, np.uint8, length, number * _SENT)
         parts.append(np.asarray(multihost_utils.broadcast_one_to_all(part), np.uint8).tobytes())
     found = b"".join(parts)

@@ -32,7 +32,7 @@ from jax.typing import DTypeLike
 from numpyro_dp._tree import column, widen
 from numpyro_dp.core import Number, PyTree, Whole, is_whole
 
-__all__ = ["clip_margin", "exact_sum", "finished", "partial_sum"]
+__all__ = ["added", "clip_margin", "exact_sum", "finished", "partial_sum"]
 
 _LANES = 16  # slices in one pass: compilers handle some twenty well, and forty badly
 _LANE_ROWS = 40  # a loop of up to 32 rows is unrolled, which is three times as slow
@@ -114,10 +114,9 @@ def partial_sum(
         return jax.tree.map(rounded, widen(terms(rows)))
 
     def from_zero(total: Array, times: int) -> Array:
-        wide = total.dtype == jnp.int64
-        grid = _grid(count, jnp.float64 if wide else jnp.float32)
-        start = jnp.asarray(grid.magic, jnp.float64 if wide else jnp.float32)
-        start = lax.bitcast_convert_type(start, grid.integer)
+        dtype = jnp.float64 if total.dtype == jnp.int64 else jnp.float32
+        grid = _grid(count, dtype)
+        start = lax.bitcast_convert_type(jnp.asarray(grid.magic, dtype), grid.integer)
         return total - times * start  # both wrap around in the same way
 
     return _add_rows(whole, from_zero, 0, rows)
@@ -191,7 +190,7 @@ def _add_rows(
     if rows > _MOST_ROWS:
         middle = first + rows // 2
         halves = (_add_rows(whole, from_zero, *ends) for ends in ((first, middle), (middle, last)))
-        return _added(*halves)
+        return added(*halves)
     number = min(max(rows // _LANE_ROWS, 1), _LANES)
     block = rows // number
     lanes = [whole(slice(first + at * block, first + (at + 1) * block)) for at in range(number)]
@@ -199,7 +198,7 @@ def _add_rows(
     total = jax.tree.map(lambda leaf: _summed(leaf, from_zero, number, rows), parts[0])
     if rows % number:
         rest = whole(slice(first + number * block, last))
-        total = _added(total, jax.tree.map(lambda leaf: _summed(leaf, from_zero, 1, rows), rest))
+        total = added(total, jax.tree.map(lambda leaf: _summed(leaf, from_zero, 1, rows), rest))
     return total
 
 
@@ -220,7 +219,13 @@ def _summed(
     return Whole(high >> (16 - _SPLIT), low, zero).carried()
 
 
-def _added(one: PyTree, other: PyTree) -> PyTree:
-    return jax.tree.map(
-        lambda x, y: x.add(y) if is_whole(x) else x + y, one, other, is_leaf=is_whole
-    )
+def added(one: PyTree, other: PyTree) -> PyTree:
+    """Adds two trees of sums. Sums of two arrays, such as ``Whole``, have an ``add`` of their own.
+
+    Arrays have none.
+    """
+
+    def adds(leaf: object) -> bool:
+        return hasattr(leaf, "add")
+
+    return jax.tree.map(lambda x, y: x.add(y) if adds(x) else x + y, one, other, is_leaf=adds)

@@ -12,7 +12,7 @@ for its sum either. That sum is not exact, but the margin covers its error
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -39,12 +39,7 @@ from numpyro_dp.sums.microbatches import (
     rows_of,
     suitable_rows,
 )
-from numpyro_dp.sums.products import (
-    is_worthwhile,
-    longest_product,
-    product_error,
-    product_sum,
-)
+from numpyro_dp.sums.products import is_worthwhile, longest_product, product_error, product_sum
 
 __all__ = ["factored_sum", "record_lengths"]
 
@@ -103,8 +98,8 @@ def factored_sum(
     longest = longest_product(total_rows, coarse)
     # One margin for both roundings: of the exact sums to a grid, and of the products of matrices.
     margin = 1 / (1 / margin_of(struct, count, coarse, rows_each) + error)
-    plans = [_plan(factored, public, cut, chosen, members) for members in blocks]
-    core = _core(factored, public, cut)
+    plans = [_plan(cut, chosen, members) for members in blocks]
+    core = _core(cut)
 
     def of_rows(records: PyTree, mask: Array) -> tuple[list[PyTree], tuple[Array, ...]]:
         examples, lengths = records
@@ -152,9 +147,7 @@ def factored_sum(
     return total
 
 
-def _core(
-    factored: FactoredSignal, public: PyTree, cut: _Cut
-) -> Callable[[tuple[str, ...], bool, PyTree], PyTree]:
+def _core(cut: _Cut) -> Callable[[tuple[str, ...], bool, PyTree], PyTree]:
     """Returns a function from rows of (parts, examples, lengths) to the coordinates of a block.
 
     With ``norms_only`` it may return smaller arrays of the same norm.
@@ -164,8 +157,7 @@ def _core(
     def core(members: tuple[str, ...], norms_only: bool, rows: PyTree) -> PyTree:
         def one(parts: PyTree, example: PyTree, lengths: tuple[Array, ...]) -> PyTree:
             arrays, known = jax.tree.leaves(example), lengths if norms_only else None
-            gradient = cut.treedef.unflatten(_assemble(cut, parts, arrays, known))
-            return widen(factored.core(public, gradient, members))
+            return widen(cut.core(_assemble(cut, parts, arrays, known), members))
 
         return jax.vmap(one)(*rows)
 
@@ -199,20 +191,12 @@ class _Plan(NamedTuple):
     products: dict[int, int]
 
 
-def _plan(
-    factored: FactoredSignal,
-    public: PyTree,
-    cut: _Cut,
-    chosen: dict[int, int],
-    members: tuple[str, ...],
-) -> _Plan:
-    gradient = cut.treedef.unflatten(cut.leaves)
-    struct = jax.eval_shape(lambda g: widen(factored.core(public, g, members)), gradient)
+def _plan(cut: _Cut, chosen: dict[int, int], members: tuple[str, ...]) -> _Plan:
+    struct = jax.eval_shape(lambda leaves: widen(cut.core(leaves, members)), cut.leaves)
     like, structure = jax.tree.flatten(struct)
     products: dict[int, int] = {}
     if chosen:  # Coordinates are leaves of the gradient. Numbers in their place show which.
-        numbers = factored.core(public, cut.treedef.unflatten(range(len(cut.leaves))), members)
-        numbers = jax.tree.leaves(numbers)
+        numbers = jax.tree.leaves(cut.core(range(len(cut.leaves)), members))
         products = {at: leaf for at, leaf in enumerate(numbers) if leaf in chosen}
     rest = [at for at in range(len(like)) if at not in products]
     return _Plan(structure, like, rest, products)
@@ -263,11 +247,17 @@ def _product(
 
 
 class _Cut(NamedTuple):
-    """A scalar cut at its products, the leaves of its point, and their structure."""
+    """A scalar cut at its products, the leaves of its point, and coordinates of its gradient.
+
+    Attributes:
+        split: The scalar.
+        leaves: Leaves of its point.
+        core: ``(leaves of a gradient, entries) -> coordinates`` of these entries of the signal.
+    """
 
     split: Split
     leaves: list[Array]
-    treedef: Any
+    core: Callable[[Iterable[Any], tuple[str, ...]], PyTree]
 
     @property
     def contractions(self) -> tuple[Contraction, ...]:
@@ -311,7 +301,9 @@ def _cut(factored: FactoredSignal, public: PyTree, examples: PyTree) -> _Cut:
     split = split_scalar(
         lambda p, x: factored.scalar(public, p, x), point, first_of(examples), layers=True
     )
-    return _Cut(split, leaves, treedef)
+    return _Cut(split, leaves, lambda gradient, members: factored.core(
+        public, treedef.unflatten(gradient), members
+    ))  # fmt: skip
 
 
 def _assemble(

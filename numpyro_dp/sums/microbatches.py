@@ -15,23 +15,13 @@ from jaxtyping import Bool
 
 from numpyro_dp._compat import custom_vmap
 from numpyro_dp._tree import widen
-from numpyro_dp.core import Mechanism, Number, PyTree, Values, Whole
-from numpyro_dp.sums.exact import clip_margin, exact_sum
+from numpyro_dp.core import Mechanism, Number, PyTree, Values
+from numpyro_dp.sums.exact import added, clip_margin, exact_sum
 
 __all__ = [
-    "WHOLE",
-    "Compensated",
-    "Shards",
-    "coarsest",
-    "extra_sums",
-    "first_of",
-    "margin_of",
-    "norms_of",
-    "over_microbatches",
-    "pinned",
-    "rows_of",
-    "suitable_rows",
-]
+    "WHOLE", "Compensated", "Shards", "coarsest", "extra_sums", "first_of", "margin_of", "norms_of",
+    "over_microbatches", "pinned", "rows_of", "suitable_rows",
+]  # fmt: skip
 
 _NUMBERS = 2**20  # values in a microbatch, few enough to stay in a cache
 _LEAST = 16  # fewest rows of a microbatch
@@ -65,11 +55,11 @@ class Shards(NamedTuple):
     def add(self, tree: PyTree) -> PyTree:
         """Adds the values of all devices, whose order does not matter. Integers add exactly."""
         if self.names:
-            return jax.tree.map(self._added, tree, is_leaf=_is_compensated)
+            return jax.tree.map(self._added, tree, is_leaf=lambda x: isinstance(x, Compensated))
         return tree
 
     def _added(self, found: PyTree) -> PyTree:
-        if _is_compensated(found):
+        if isinstance(found, Compensated):
             return _added_on_a_grid(found, self.number, self.names)
         return lax.psum(found, self.names)
 
@@ -144,7 +134,7 @@ def over_microbatches(
 
     def step(total: PyTree, start: Array) -> tuple[PyTree, PyTree]:
         found, of_each = of_rows(*at(start))
-        return jax.tree.map(_add, total, found, is_leaf=_adds), of_each
+        return added(total, found), of_each
 
     like, _ = jax.eval_shape(lambda start: of_rows(*at(start)), 0)
     zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
@@ -192,18 +182,6 @@ def suitable_rows(of_a_row: PyTree) -> int:
     """Returns a suitable number of rows of a microbatch, by the shapes that one row needs."""
     size = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(of_a_row))
     return max(_LEAST, _NUMBERS // max(size, 1) // _LEAST * _LEAST)
-
-
-def _is_compensated(leaf: object) -> bool:
-    return isinstance(leaf, Compensated)
-
-
-def _adds(leaf: object) -> bool:
-    return isinstance(leaf, Compensated | Whole)
-
-
-def _add(one: PyTree, other: PyTree) -> PyTree:
-    return one.add(other) if _adds(one) else one + other
 
 
 def margin_of(

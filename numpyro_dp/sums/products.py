@@ -91,8 +91,6 @@ def product_sum(
         slopes, factors = (
             jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1))) for x in (slopes, factors)
         )
-    if batch <= rows:
-        return _whole(multiply(slopes, factors))
     blocks = [x.reshape(-1, rows, *x.shape[1:]) for x in (slopes, factors)]
     if len(blocks[0]) <= _FEW:
         terms = [multiply(*block) for block in zip(*blocks, strict=True)]
