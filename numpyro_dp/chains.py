@@ -145,12 +145,9 @@ class Chains:
             )  # fmt: skip
 
             def left(progress: Progress) -> tuple[list[SensitiveState], int]:
-                carry = progress.carry
-                opened = (
-                    [carry.state]
-                    if self.num_chains == 1
-                    else [jax.tree.map(lambda x, i=i: x[i], carry) for i in range(self.num_chains)]
-                )
+                opened = [progress.carry.state]
+                if (number := self.num_chains) > 1:
+                    opened = [jax.tree.map(lambda x, i=i: x[i], *opened) for i in range(number)]
                 now = [first.closed(each) for first, each in zip(states, opened, strict=True)]
                 return now, course.num_steps - int(progress.done)
 

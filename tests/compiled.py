@@ -13,12 +13,9 @@ def program_of(svi, args, form):
         program = jax.jit(jax.vmap(svi.update, in_axes=(0, *[None] * len(args))))
         called = (states, *args)
     elif form != "update":
-        start = state.opened, session.slots(state.opened, 6, 2)[0]
-        program = session._loop_many
+        start, program = session.begin(state, 6, 2)[1][:2], session._loop_for(None)
         if form == "sweep":
-            start = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), start)
-        else:
-            start = session._carry(state.opened, 6, None), start[1]
-            program = session._loop_for(None)
+            states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state.opened)
+            start, program = session.begin_many(states, 6, 2)[1][:2], session._loop_many
         called = (*start, session.rows(args, {}), *map(jnp.int32, (0, 2, 3)))
     return program.lower(*called).compile().as_text()

@@ -224,12 +224,9 @@ def _filled(progress: PyTree, content: bytes) -> PyTree:
         first += found.nbytes
         if isinstance(leaf, np.ndarray | np.generic):
             return found
-        array = jnp.asarray(found)
-        return (
-            jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
-            if is_key(leaf)
-            else array
-        )
+        if is_key(leaf):
+            return jax.random.wrap_key_data(jnp.asarray(found), impl=jax.random.key_impl(leaf))
+        return jnp.asarray(found)
 
     return jax.tree.map(one, progress)
 
@@ -330,11 +327,8 @@ def checkpoint_of(
     """
     if folder is None:
         return None
-    devices = (
-        jax.devices()
-        if settings.execution.mesh is None
-        else settings.execution.mesh.devices.flatten()
-    )
+    mesh = settings.execution.mesh
+    devices = jax.devices() if mesh is None else mesh.devices.flatten()
     versions = ("numpyro_dp", "jax", "jaxlib", "numpyro", "numpy")
     secret = settings.privacy.secret_key  # its hash can confirm a guess of it
     meaning = {
@@ -343,7 +337,7 @@ def checkpoint_of(
         # sums.
         "versions": {name: version_of(name) for name in versions},
         "device": f"{devices[0].platform} {devices[0].device_kind}",
-        "devices": 1 if settings.execution.mesh is None else len(devices),
+        "devices": 1 if mesh is None else len(devices),
         "processes": jax.process_count() if settings.several_processes else 1,
         "rng_key": _data(jax.random.key_data(rng_key)).tolist(),
         "clip_norm": str(settings.clip_norm),
@@ -353,7 +347,7 @@ def checkpoint_of(
         "report": [str(dataclasses.replace(x, repetition=False, date="")) for x in reports],
         "program": program(),
     } | own
-    return Checkpoint(folder, every, meaning, records, settings.execution.mesh)
+    return Checkpoint(folder, every, meaning, records, mesh)
 
 
 def traced(run: Callable[..., PyTree], arguments: Any, public: PyTree) -> tuple[str, PyTree]:
@@ -389,9 +383,7 @@ def hash_of(
             own = jax.dtypes.canonicalize_dtype(part.dtype)
             rows = max(1, _PART // max(1, own.itemsize * math.prod(np.shape(part)[1:])))
             for first in range(0, len(part), rows):
-                found.update(
-                    np.asarray(part[first : first + rows]).astype(own, copy=False).tobytes()
-                )
+                found.update(np.asarray(part[first : first + rows], own).tobytes())
     return hash_together(mesh, found.digest()).hex()
 
 

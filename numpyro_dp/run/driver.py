@@ -17,14 +17,13 @@ from jax import Array
 from numpyro_dp._compat import is_tracer
 from numpyro_dp._tree import shapes_of
 from numpyro_dp._validate import check_int, check_num_steps, check_sizes
-from numpyro_dp.core import Args, Fold, Kwargs, MechanismBuilder, PyTree, Values
+from numpyro_dp.core import Args, Fold, Kwargs, PyTree, Values
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.frontend import Call, Prepared, arguments_key
 from numpyro_dp.model.public import UnsupportedModelError, values_given
 from numpyro_dp.model.records import Records, array_shapes
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.privacy.keys import check_rng_key, check_rng_keys
-from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.once import check_outside_trace, check_passed_to_trace, in_trace
 from numpyro_dp.privacy.plan import BudgetError, PrivacyReport
@@ -78,9 +77,13 @@ class Driver(abc.ABC):
         useless += OF_MODELS * (not self.reads_model)
         without(settings.privacy, self.name, *useless)
         _check_estimator(method.estimator)
-        _check_independent_noise(
-            settings.privacy.mechanism, settings.norm_with_loss, method.independent_noise
-        )
+        builder, reason = settings.privacy.mechanism, method.independent_noise
+        if reason and build_mechanism(builder, settings.norm_with_loss, 1.0).compose is not None:
+            raise ValueError(
+                f"mechanism={builder!r} adds noise that depends on the noise of earlier steps. "
+                f"{reason}, so the result would be wrong. Use mechanism=GaussianMechanism(), or "
+                "DPSVI."
+            )
         self.method, self.settings = method, settings
         self._sessions: dict[Any, Session] = {}
 
@@ -552,15 +555,6 @@ def _check_estimator(estimator: Any) -> None:
         raise TypeError(
             f"estimator={estimator!r} does not build an estimator. Add the parentheses: aligned(), "
             "aligned_natural() or vanilla()."
-        )
-
-
-def _check_independent_noise(builder: MechanismBuilder, clip_norm: ClipNorm, reason: str) -> None:
-    """Raises ValueError if a mechanism correlates steps and a driver gives a reason against it."""
-    if reason and build_mechanism(builder, clip_norm, 1.0).compose is not None:
-        raise ValueError(
-            f"mechanism={builder!r} adds noise that depends on the noise of earlier steps. "
-            f"{reason}, so the result would be wrong. Use mechanism=GaussianMechanism(), or DPSVI."
         )
 
 

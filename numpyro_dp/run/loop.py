@@ -114,42 +114,42 @@ def build_loop(
     """Returns a compiled loop that runs steps and keeps an iterate of each slot.
 
     Args:
-        step: ``(state, rows) -> (state, value)`` with a scalar value. The state is that of a run,
-            alone or with further sums.
+        step: ``(carry, rows) -> (carry, value)`` with a scalar value. ``carry.state`` is the state
+            of the run. The carry may have further sums.
         read: ``state -> iterate``, the iterate to keep.
         measure: ``(state, rows) -> rows`` with the lengths of the records.
 
     Returns:
-        ``loop(state, buffer, rows, first, count, stride)``. For each slot from ``first``, it runs
+        ``loop(carry, buffer, rows, first, count, stride)``. For each slot from ``first``, it runs
         ``stride`` steps, then writes the iterate and the mean value into that slot of the buffer.
         ``first``, ``count`` and ``stride`` are traced, so one compilation serves every length.
     """
 
     def loop(
-        state: PyTree, buffer: PyTree, rows: Rows, first: Array, count: Array, stride: Array
-    ) -> tuple[PyTree, PyTree]:
+        carry: Any, buffer: PyTree, rows: Rows, first: Array, count: Array, stride: Array
+    ) -> tuple[Any, PyTree]:
         # Before the loop: XLA does not always move what is constant out of a loop.
-        rows = measure(state, rows)
+        rows = measure(carry.state, rows)
 
-        def one_step(_: Array, carry: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
-            state, total = carry
-            state, value = step(state, rows)
-            return state, total + value.astype(total.dtype)
+        def one_step(_: Array, before: tuple[Any, Array]) -> tuple[Any, Array]:
+            carry, total = before
+            carry, value = step(carry, rows)
+            return carry, total + value.astype(total.dtype)
 
-        def one_slot(slot: Array, carry: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-            state, buffer = carry
+        def one_slot(slot: Array, before: tuple[Any, PyTree]) -> tuple[Any, PyTree]:
+            carry, buffer = before
             # The mean value of a slot, which is a loss only if the run releases it.
             zero = jnp.zeros((), jnp.float32)
-            state, total = lax.fori_loop(0, stride, one_step, (state, zero))
-            kept = (read(state), total / stride)
+            carry, total = lax.fori_loop(0, stride, one_step, (carry, zero))
+            kept = (read(carry.state), total / stride)
             buffer = jax.tree.map(
                 lambda into, leaf: lax.dynamic_update_index_in_dim(into, leaf, slot, 0),
                 buffer,
                 kept,
             )
-            return state, buffer
+            return carry, buffer
 
-        return lax.fori_loop(first, first + count, one_slot, (state, buffer))
+        return lax.fori_loop(first, first + count, one_slot, (carry, buffer))
 
     return jax.jit(loop)
 

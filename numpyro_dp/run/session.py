@@ -62,7 +62,7 @@ from numpyro_dp.run.results import (
 )
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import RunIdentity, RunState, SensitiveState
-from numpyro_dp.run.step import Step, build_step, build_whole_step, check_step
+from numpyro_dp.run.step import PrivateParts, Step, build_step, build_whole_step, check_step
 from numpyro_dp.sums.devices import any_process, copied, spread
 from numpyro_dp.sums.factored import record_lengths
 
@@ -137,20 +137,19 @@ class Session:
 
     def _build(self, draw: Callable[[PyTree], tuple[Batch, PyTree]]) -> None:
         """Sets the functions of a step whose batches come from ``draw``."""
-        settings = self.settings
-        self._step = build_step(
-            self._estimator, self._mechanism, draw, self.method.optim,
-            self.inclusion_prob, settings.execution.microbatch_size, settings.execution.mesh,
-            self.problem.numbered, self._centred,
+        private = PrivateParts(
+            self._estimator, self._mechanism, self.method.optim, self.inclusion_prob,
+            self.settings.execution, self.problem.numbered,
         )  # fmt: skip
+        self._step = build_step(private, draw, self._centred)
+        self._whole = build_whole_step(private)  # compiled at its first call
         # The loop is another program. It needs no guard, because `run` checks budget and noise on
         # the host.
         self._update = jax.jit(self._guarded_step)
         # One per fold.update, so that runs with the same fold share a compilation.
         self._folding_loops: dict[Callable[..., PyTree] | None, Callable[..., Any]] = {}
-        alone = build_loop(self._step_and_value, self._kept, self._measure)
+        alone = self._loop_for(None)
         self._loop_many = jax.jit(jax.vmap(alone, in_axes=(0, 0, None, None, None, None)))
-        self._whole: Callable[..., Any] | None = None
         self._streams: dict[int, Session] = {}  # sessions for streamed batches, by batch size
 
     def identity(self, *public: PublicArray) -> RunIdentity:
@@ -332,7 +331,7 @@ class Session:
         # Fewer slots than for one run, because the traces of all runs are in memory at once.
         buffer, course = self.slots(first, num_steps, trace_size, warmup, number)
         buffer = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (number, *leaf.shape)), buffer)
-        return course, Progress(states, buffer, np.int32(0))
+        return course, Progress(_Carry(states, None, None), buffer, np.int32(0))
 
     def run_many(
         self, rows: Rows, begun: tuple[Course, Progress], kept: Checkpoint | None = None
@@ -354,10 +353,10 @@ class Session:
         )
         if stopped:
             raise KeyboardInterrupt
-        states, buffer = progress.carry, progress.buffer
-        (iterates, norms), values = jax.tree.map(lambda leaf: leaf[:, : course.slots], buffer)
+        filled = jax.tree.map(lambda leaf: leaf[:, : course.slots], progress.buffer)
+        (iterates, norms), values = filled
         constrain = jax.vmap(self.problem.constrain)
-        params = constrain(jax.vmap(self.method.optim.get_params)(states.optim_state))
+        params = constrain(jax.vmap(self._params)(progress.carry.state))
         return params, jax.vmap(constrain)(iterates), norms, values
 
     def program(
@@ -425,11 +424,7 @@ class Session:
             return _Carry(state, scores, folded), self._value(before, rows, taken)
 
         if update not in self._folding_loops:
-            self._folding_loops[update] = build_loop(
-                step,
-                lambda carry: self._kept(carry.state),
-                lambda carry, rows: self._measure(carry.state, rows),
-            )
+            self._folding_loops[update] = build_loop(step, self._kept, self._measure)
         return self._folding_loops[update]
 
     def _observation(self, state: RunState, rows: Rows, step: Step) -> Observation | None:
@@ -441,12 +436,6 @@ class Session:
 
     def on_all(self, state: SensitiveState, rows: HostRows) -> SensitiveState:
         """Takes a step on all records, which the host sends in parts."""
-        if self._whole is None:
-            execution = self.settings.execution
-            self._whole = build_whole_step(
-                self._estimator, self._mechanism, self.method.optim, execution.microbatch_size,
-                execution.mesh, self.problem.numbered,
-            )  # fmt: skip
         return state.closed(self._whole(state.opened, rows))
 
     def slots(
@@ -507,10 +496,6 @@ class Session:
         active = before.step < before.max_steps
         new = jax.tree.map(lambda after, before: jnp.where(active, after, before), new, before)
         return state.closed(new), jnp.full((), jnp.nan)
-
-    def _step_and_value(self, state: RunState, rows: Rows) -> tuple[RunState, Array]:
-        new, step = self._step(state, rows)
-        return new, self._value(state, rows, step)
 
     def _value(self, state: RunState, rows: Rows, step: Step) -> Array:
         """The loss of a step from ``state``, if it was released."""

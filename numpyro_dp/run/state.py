@@ -213,7 +213,6 @@ jax.tree_util.register_pytree_with_keys(
     lambda identity, children: SensitiveState(
         RunState(*tuple(children)[:-1]), tuple(children)[-1], identity
     ),
-    lambda state: (tuple(child for _, child in _flattened(state)[0]), state.identity),
 )
 
 

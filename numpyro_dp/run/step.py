@@ -13,30 +13,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.sharding import Mesh
 
 from numpyro_dp._compat import make_program, takes_value
 from numpyro_dp._tree import filled, widen
-from numpyro_dp.core import (
-    Batch,
-    Estimator,
-    Mechanism,
-    MechanismState,
-    PyTree,
-    Released,
-)
+from numpyro_dp.core import Batch, Estimator, Mechanism, MechanismState, PyTree, Released
 from numpyro_dp.model.dependence import loops_by_inputs
 from numpyro_dp.model.records import Rows
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.noise import tables
 from numpyro_dp.run.loop import HostRows
-from numpyro_dp.run.settings import RunSettings
+from numpyro_dp.run.settings import Execution, RunSettings
 from numpyro_dp.run.state import RunState
 from numpyro_dp.sums.bounded import SumInParts, bounded_sum
 from numpyro_dp.sums.devices import copied, on_devices
 from numpyro_dp.sums.microbatches import Shards, first_of
 
-__all__ = ["Step", "build_step", "build_whole_step", "check_step"]
+__all__ = ["PrivateParts", "Step", "build_step", "build_whole_step", "check_step"]
 
 
 class Step(NamedTuple):
@@ -54,27 +46,13 @@ class Step(NamedTuple):
 
 
 def build_step(
-    estimator: Callable[[tuple[Array, ...], MechanismState], Estimator],
-    mechanism: Callable[[MechanismState, Array], Mechanism],
-    draw: Callable[[PyTree], tuple[Batch, PyTree]],
-    optim: Any,
-    inclusion_prob: float,
-    microbatch_size: int | None = None,
-    mesh: Mesh | None = None,
-    numbered: bool = False,
-    centred: bool = False,
+    private: PrivateParts, draw: Callable[[PyTree], tuple[Batch, PyTree]], centred: bool
 ) -> Callable[[RunState, Rows], tuple[RunState, Step]]:
     """Composes prepare, signal, clip, sum, privatise and pull back to one step.
 
     Args:
-        estimator: (public arrays of the arguments, mechanism state) -> estimator.
-        mechanism: (mechanism state, noise multiplier) -> mechanism.
+        private: The parts before and after the sum.
         draw: ``next`` of a sampler.
-        optim: An optimiser of NumPyro.
-        inclusion_prob: Public probability that a record is in a batch.
-        microbatch_size: Rows in memory at a time (:mod:`numpyro_dp.sums.bounded`).
-        mesh: Devices that share the rows of a batch.
-        numbered: Whether the last array seeds each record's own draws. A step makes new seeds.
         centred: Whether the estimator draws outcomes for each record, which needs seeds too.
 
     Returns:
@@ -83,7 +61,7 @@ def build_step(
     Guarantee:
         Only ``mechanism.privatise`` leads from records to the state. No shape, key or divisor does.
     """
-    private = _Private(estimator, mechanism, optim, inclusion_prob)
+    mesh, few = private.execution.mesh, private.execution.microbatch_size
 
     def on_batch(rest: PyTree, batch: PyTree, mask: Array, shards: Shards) -> tuple[PyTree, ...]:
         (state, shared), (examples, lengths, seeds) = rest, batch
@@ -93,9 +71,7 @@ def build_step(
         # could round the copy that is summed in another way than the copy whose norm was taken.
         live = state.step >= 0
         asked = before.estimator, before.mechanism, before.public
-        total = bounded_sum(
-            *asked, examples, mask, lengths, live, microbatch_size, shards, seeds, whole=True
-        )
+        total = bounded_sum(*asked, examples, mask, lengths, live, few, shards, seeds, whole=True)
         state, released = private.after_sum(state, before, total)
         return state, before.params, before.step_key, released
 
@@ -104,12 +80,12 @@ def build_step(
     def step(state: RunState, rows: Rows) -> tuple[RunState, Step]:
         batch, sampler_state = copied(mesh, draw(state.sampler_state))
         # The row numbers in the last array are public, and seeds must be secret: replace them.
-        rows = rows._replace(arrays=rows.arrays[: len(rows.arrays) - numbered])
+        rows = rows._replace(arrays=rows.arrays[: len(rows.arrays) - private.numbered])
         (examples, lengths), mask = _take(rows, batch.indices, batch.mask)
         seeds = None
-        if numbered or centred:
+        if private.numbered or centred:
             seeds = copied(mesh, _numbers(state.secret_key, mask.size))
-        if numbered:
+        if private.numbered:
             examples = (*examples, seeds)
         state, *found = everywhere((state, rows.shared), (examples, lengths, seeds), mask)
         return state._replace(sampler_state=sampler_state), Step(*found)
@@ -117,14 +93,7 @@ def build_step(
     return step
 
 
-def build_whole_step(
-    estimator: Callable[[tuple[Array, ...], MechanismState], Estimator],
-    mechanism: Callable[[MechanismState, Array], Mechanism],
-    optim: Any,
-    microbatch_size: int | None = None,
-    mesh: Mesh | None = None,
-    numbered: bool = False,
-) -> Callable[[RunState, HostRows], RunState]:
+def build_whole_step(private: PrivateParts) -> Callable[[RunState, HostRows], RunState]:
     """Builds the same step on all records, which the host sends in parts.
 
     The result equals a full batch of :func:`build_step` to the last bit, because the sums of parts
@@ -138,12 +107,13 @@ def build_whole_step(
         Only ``mechanism.privatise`` leads from records to the state. Sums of parts stay on the
         device, and only ``privatise`` reads their total.
     """
-    private = _Private(estimator, mechanism, optim, 1.0)
+    private = private._replace(inclusion_prob=1.0)
+    mesh, few = private.execution.mesh, private.execution.microbatch_size
 
     @functools.partial(jax.jit, static_argnums=4)
     def part(state: RunState, shared: Any, arrays: Any, start: Array, count: int) -> PyTree:
         size = arrays[0].shape[0]
-        if numbered:
+        if private.numbered:
             # Padded, because a slice beyond the end would be moved back to other records' seeds.
             numbers = jnp.pad(_numbers(state.secret_key, count), (0, size))
             arrays = (*arrays, copied(mesh, lax.dynamic_slice_in_dim(numbers, start, size)))
@@ -152,7 +122,7 @@ def build_whole_step(
             state, shared = rest
             parts = private.before_sum(state, shared).parts(first_of(examples), count)
             # Always true, but unknown to XLA: see `live` in build_step.
-            return parts.part(examples, mask, state.step >= 0, microbatch_size, shards)[0]
+            return parts.part(examples, mask, state.step >= 0, few, shards)[0]
 
         # The last part ends with zeros that are not records.
         mask = start + jnp.arange(size) < count
@@ -161,7 +131,7 @@ def build_whole_step(
     @functools.partial(jax.jit, static_argnums=4)
     def end(state: RunState, shared: Any, sums: PyTree, arrays: Any, count: int) -> RunState:
         # `arrays` is one row, for its shapes: nothing reads its values.
-        examples = (*arrays, jnp.zeros(1, jnp.uint32)) if numbered else arrays
+        examples = (*arrays, jnp.zeros(1, jnp.uint32)) if private.numbered else arrays
         # The state is the one that all parts had, so `prepare` makes the same draw again.
         before = private.before_sum(state, shared)
         total = before.parts(first_of(examples), count).finished(sums)
@@ -194,13 +164,25 @@ class _BeforeSum(NamedTuple):
         return SumInParts(*asked, first, count, whole=True)
 
 
-class _Private(NamedTuple):
-    """The parts of a step before and after the sum over records."""
+class PrivateParts(NamedTuple):
+    """The parts of a step before and after the sum over records.
+
+    Attributes:
+        estimator: (public arrays of the arguments, mechanism state) -> estimator.
+        mechanism: (mechanism state, noise multiplier) -> mechanism.
+        optim: An optimiser of NumPyro.
+        inclusion_prob: Public probability that a record is in a batch.
+        execution: Devices that share the rows of a batch, and rows in memory at a time
+            (:mod:`numpyro_dp.sums.bounded`).
+        numbered: Whether the last array seeds each record's own draws. A step makes new seeds.
+    """
 
     estimator: Callable[[tuple[Array, ...], MechanismState], Estimator]
     mechanism: Callable[[MechanismState, Array], Mechanism]
     optim: Any
     inclusion_prob: float
+    execution: Execution
+    numbered: bool
 
     def before_sum(self, state: RunState, shared: tuple[Array, ...]) -> _BeforeSum:
         """Prepares the sum over records."""

@@ -164,7 +164,10 @@ def run_sweep(
     ``records`` are the arrays as they were passed. ``DPSVI.sweep`` describes the other arguments.
     """
     seeds = len(starts)
-    starts = [_at_rate(start, rate) for rate in _rates(rates) for start in starts]
+    if rates is not None:
+        starts = [
+            _at_rate(start, rate) for rate in _items("learning_rate", rates) for start in starts
+        ]
     plans = [plan_for(each, session.num_examples, num_steps) for each in axes]
     reports = [report_for(plan, num_steps, starts[0].identity) for plan in plans]
 
@@ -269,19 +272,9 @@ def _memory(array: Array) -> int:
     return known or 2**32
 
 
-def _rates(rates: Any) -> list[Any]:
-    if rates is None:
-        return [None]
-    return [
-        check_real("learning_rate", rate, low=0.0, low_open=True, high=np.inf, high_open=True)
-        for rate in _items("learning_rate", rates)
-    ]
-
-
-def _at_rate(start: SensitiveState, rate: float | None) -> SensitiveState:
+def _at_rate(start: SensitiveState, rate: float) -> SensitiveState:
     """Sets the step size in the state's optimiser."""
-    if rate is None:
-        return start
+    rate = check_real("learning_rate", rate, low=0.0, low_open=True, high=np.inf, high_open=True)
     named = optax.tree_utils.tree_get_all_with_path(start.optim_state, "learning_rate")
     if not named:
         raise ValueError(
@@ -318,9 +311,7 @@ def combinations(
                 f"A sweep over epsilon={list(epsilon)} needs a driver with a budget, for delta and "
                 "relation. Pass DPSVI(..., budget=PrivacyBudget(...))."
             )
-        budgets = [
-            dataclasses.replace(budget, epsilon=value) for value in _items("epsilon", epsilon)
-        ]
+        budgets = [dataclasses.replace(budget, epsilon=each) for each in _items("epsilon", epsilon)]
         noises = [{"budget": each, "noise_multiplier": None} for each in budgets]
     elif noise_multiplier is not None:
         values = _items("noise_multiplier", noise_multiplier)

@@ -118,7 +118,7 @@ def test_one_run():
 @pytest.mark.full
 def test_noise_that_two_steps_share_is_found(monkeypatch):
     """One step is as private as claimed, so `audit` sees nothing."""
-    usual = step._Private.after_sum
+    usual = step.PrivateParts.after_sum
 
     def reused(self, state, begun, total):
         new, released = usual(self, state, begun, total)
@@ -126,7 +126,7 @@ def test_noise_that_two_steps_share_is_found(monkeypatch):
 
     arguments = KEY, 6, X, Y
     assert audit_run(svi(), *arguments, canaries=range(8)).holds
-    monkeypatch.setattr(step._Private, "after_sum", reused)
+    monkeypatch.setattr(step.PrivateParts, "after_sum", reused)
     found = audit_run(svi(), *arguments, canaries=range(8))
     assert found.lower == math.inf
     assert "steps share their noise" in str(found)

@@ -103,7 +103,7 @@ def test_no_two_runs_share_noise_or_batches(data, monkeypatch):
     seen, many = [], Session.run_many
 
     def kept(self, rows, begun):
-        seen.append(begun[1].carry)
+        seen.append(begun[1].carry.state)
         return many(self, rows, begun)
 
     monkeypatch.setattr(Session, "run_many", kept)
