@@ -6,7 +6,7 @@ behaves like one Gaussian mechanism with
 
 .. math:: \mu(z) = \Big(\sum_i n_i\, q_i^2\, (e^{1/z_i^2} - 1)\Big)^{1/2}.
 
-A safeguarded secant in :math:`(\log z, \log\varepsilon)` with the accountant then needs a few
+Brent's method in :math:`(\log z, \log\varepsilon)` with the accountant then needs a few
 evaluations. The returned bound is the one that
 :func:`~numpyro_dp.privacy.accounting.epsilon_spent` gives for the event, so a later report cannot
 exceed the budget.
@@ -41,8 +41,7 @@ from numpyro_dp.privacy.budget import PrivacyBudget
 
 _SMALLEST, _LARGEST = 1e-3, 1e8
 _ACCEPT, _AIM = 0.992, 0.9965
-_EVALUATIONS, _SECANTS = 60, 15
-_WIDEST_STEP = math.log(8.0)
+_SLOPE = 1.2  # about how fast log epsilon falls with the logarithm of the noise
 _NARROWEST_BRACKET = 1e-9
 
 
@@ -95,52 +94,44 @@ def calibrate_noise(
     delta = check_real("delta", budget.delta)
     check_errors(delta, failure_prob, total_variation, budget.epsilon)
     low, high = math.log(_SMALLEST), math.log(_LARGEST)
-    refused, log_noise = "", _first_guess(make_event, budget.epsilon, delta)
-    # The largest noise known to be too little, and the smallest known to suffice, with its bound.
-    weak, strong, enough = -math.inf, math.inf, None
-    before, gap_before = math.nan, math.inf
-    for trial in range(_EVALUATIONS):
-        event = make_event(math.exp(log_noise))
-        try:
-            bound = epsilon_spent(
-                event, delta, budget.relation, accountant=accountant,
-                failure_prob=failure_prob, total_variation=total_variation,
-            )  # fmt: skip
-        except (TotalVariationError, UnreliableBoundError) as error:
-            # The accountant has no bound at this noise. An infinite one makes the search go up.
-            refused = f" ({error})"
-            bound = EpsilonBound(None, None, math.inf, delta, budget.relation, event, "none")
-        if _ACCEPT * budget.epsilon <= bound.upper <= budget.epsilon:
-            return math.exp(log_noise), bound
-        if bound.upper > budget.epsilon:
-            weak = max(weak, log_noise)
-        elif log_noise < strong:
-            strong, enough = log_noise, bound
-        # Along the line through the last two points, or by the slope of the central limit.
-        gap, step = math.log(max(bound.upper / (_AIM * budget.epsilon), 1e-30)), _WIDEST_STEP
-        if math.isfinite(gap):
-            slope = -1.2
-            if math.isfinite(gap_before):
-                slope = min((gap - gap_before) / (log_noise - before), -0.3)
-            step = min(max(-gap / slope, -_WIDEST_STEP), _WIDEST_STEP)
-        before, gap_before = log_noise, gap
-        log_noise = before + step
-        if math.isfinite(strong - weak):
-            if strong - weak < _NARROWEST_BRACKET:
-                break
-            if trial >= _SECANTS or not weak < log_noise < strong:
-                log_noise = (weak + strong) / 2.0
-        else:
-            log_noise = min(max(log_noise, low), high)
-            if log_noise == before:
-                break
-    if enough is not None and math.isfinite(weak):
-        return math.exp(strong), enough
+    refused, tried = "", dict[float, EpsilonBound]()  # bounds by the logarithm of the noise
+
+    def excess(log_noise: float) -> float:
+        """Log of epsilon over the aim, or 0 if epsilon is accepted, where a search for 0 ends."""
+        nonlocal refused
+        if log_noise not in tried:
+            event = make_event(math.exp(log_noise))
+            try:
+                bound = epsilon_spent(
+                    event, delta, budget.relation, accountant=accountant,
+                    failure_prob=failure_prob, total_variation=total_variation,
+                )  # fmt: skip
+            except (TotalVariationError, UnreliableBoundError) as error:
+                # The accountant has no bound at this noise. Infinite, it makes the search go up.
+                refused = f" ({error})"
+                bound = EpsilonBound(None, None, math.inf, delta, budget.relation, event, "none")
+            tried[log_noise] = bound
+        spent = tried[log_noise].upper / budget.epsilon
+        return 0.0 if _ACCEPT <= spent <= 1.0 else math.log(min(max(spent / _AIM, 0.1), 10.0))
+
+    near = far = _first_guess(make_event, budget.epsilon, delta)
+    gap = excess(near)
+    step = gap / _SLOPE
+    while gap * excess(far) > 0.0 and low < far < high:
+        near, far, step = far, min(max(far + step, low), high), 2.0 * step
+    if gap * excess(far) <= 0.0:
+        optimize.brentq(excess, near, far, xtol=_NARROWEST_BRACKET, disp=False)
+    enough = {place: bound for place, bound in tried.items() if bound.upper <= budget.epsilon}
+    if enough and gap * excess(far) <= 0.0:
+        # With the least noise, if the bound jumps.
+        best = max(enough, key=lambda place: (enough[place].upper, -place))
+        return math.exp(best), enough[best]
+    bound = tried[far]
     spent = (
-        f"epsilon <= {bound.upper:.4g} at noise_multiplier={math.exp(before):.3g} "
-        f"for {describe_event(event)}"
+        f"epsilon <= {bound.upper:.4g} at noise_multiplier={math.exp(far):.3g} "
+        f"for {describe_event(bound.event)}"
     )
-    if enough is None:
+    if not enough:
         raise CalibrationError(
             f"No noise_multiplier in [{_SMALLEST:g}, {_LARGEST:g}] meets the budget {budget}: "
             f"{spent}{refused}. Allow a larger epsilon or delta, or take fewer steps."
