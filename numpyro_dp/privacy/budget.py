@@ -28,17 +28,6 @@ if TYPE_CHECKING:
     from numpyro_dp.privacy.accounting.bounds import GaussianStep
     from numpyro_dp.privacy.ledger import Charges
 
-__all__ = [
-    "LARGEST_EPSILON",
-    "SENSITIVITY",
-    "PrivacyBudget",
-    "Relation",
-    "Spending",
-    "check_relation",
-    "default_delta",
-    "neighboring_relation",
-]
-
 
 # Largest distance between the sums of two neighbours, in clip norms.
 SENSITIVITY: dict[str, float] = {"add_or_remove_one": 1.0, "replace_one": 2.0}

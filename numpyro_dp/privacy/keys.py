@@ -32,20 +32,6 @@ from numpyro_dp.privacy.once import (
 )
 from numpyro_dp.privacy.random import CHACHA20, KEY_WORDS
 
-__all__ = [
-    "agreed",
-    "as_secret_key",
-    "check_rng_key",
-    "check_rng_keys",
-    "joined",
-    "key_of_lane",
-    "keys_of_run",
-    "next_nonce",
-    "renewed",
-    "run_id",
-    "secret_key",
-]
-
 _INT_CONTEXT = b"numpyro_dp.privacy.random: integer seed, version 1: "
 _RUN, _RENEWED = b"numpyro_dp run, version 1: ", b"numpyro_dp resumed run, version 1: "
 _nonces: list[Array] = []  # drawn but not handed out yet

@@ -60,17 +60,6 @@ from jaxtyping import Int
 from numpyro_dp.core import Number, Whole
 from numpyro_dp.privacy.random import check_typed_key
 
-__all__ = [
-    "MOST",
-    "STD",
-    "TOTAL_VARIATION",
-    "discrete_gaussian",
-    "on_grid",
-    "spacing_of",
-    "tables",
-    "whole_on_grid",
-]
-
 _WIDTH, _FACTOR = 1120, 320  # s and K
 _LOG = 14  # 16,384 values in the table, whose first words fit a near cache of a CPU
 _BITS = 145  # of a threshold. With 14 for the place and 1 for the sign they fill five words.

@@ -42,17 +42,6 @@ from jax import Array
 
 from numpyro_dp import _compat
 
-__all__ = [
-    "NoiseReuseError",
-    "check_outside_trace",
-    "check_passed_to_trace",
-    "held_by_a_function",
-    "in_trace",
-    "register",
-    "taken_only",
-    "use",
-]
-
 
 class NoiseReuseError(ValueError):
     """The same noise would be used a second time.

@@ -29,11 +29,6 @@ from numpyro_dp.privacy.budget import (
 from numpyro_dp.privacy.calibration import calibrate_noise
 from numpyro_dp.privacy.statement import Statement, statement_of
 
-__all__ = [
-    "BudgetError", "Plan", "PrivacyReport", "make_plan",
-]  # fmt: skip
-
-
 _SETTINGS = (
     "Not said how model, columns and settings were chosen. If they were tuned on these records, "
     "this statement does not cover that."

@@ -37,8 +37,6 @@ from numpyro_dp._compat import define_prng_impl
 from numpyro_dp._tree import is_key
 from numpyro_dp._validate import check_int
 
-__all__ = ["CHACHA20", "KEY_WORDS", "check_typed_key"]
-
 KEY_WORDS = 8
 _BLOCK_WORDS = 16
 _MAX_BLOCKS = 2**32

@@ -45,8 +45,6 @@ from numpyro_dp.privacy._batches import (
 from numpyro_dp.privacy.budget import Relation
 from numpyro_dp.privacy.random import check_typed_key
 
-__all__ = ["FixedSize", "FullBatch", "Permutation", "Poisson", "SamplerState"]
-
 _MAX_EXAMPLES = 2**31 - 2
 _SPLIT = "Row numbers are 32-bit: split a larger data set."
 

@@ -23,7 +23,6 @@ from numpyro_dp.privacy.budget import LARGEST_EPSILON, default_delta
 if TYPE_CHECKING:
     from numpyro_dp.privacy.plan import PrivacyReport
 
-__all__ = ["Statement", "statement_of", "true_positive_rates", "version_of", "versions"]
 
 _FALSE_POSITIVE_RATES = (0.01, 0.05, 0.1)
 _OTHER_DELTAS = (1e-3, 1e-2, 3e-2)  # each gives another bound on the true positive rates

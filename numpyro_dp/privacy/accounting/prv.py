@@ -14,8 +14,6 @@ from numpyro_dp._lazy import Lazy
 from numpyro_dp.privacy.accounting import bounds
 from numpyro_dp.privacy.budget import Relation
 
-__all__ = ["PRV"]
-
 _ERROR, _POINTS = 0.005, 1 << 19  # wanted error (part of epsilon), most points of the mesh
 _DELTA_ERROR, _QUADRATURE = 1e-3, 11 * 1.5e-8  # part of delta, error of a step's grid
 _library, _integrate = Lazy("prv_accountant.accountant"), Lazy("scipy.integrate")

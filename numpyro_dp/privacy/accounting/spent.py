@@ -41,8 +41,6 @@ from numpyro_dp.privacy.accounting.pld import PLD
 from numpyro_dp.privacy.accounting.rdp import RDP
 from numpyro_dp.privacy.budget import Relation, check_relation
 
-__all__ = ["Best", "epsilon_spent", "is_left_out"]
-
 _SHARE = 1e-3  # largest part of delta that is first reserved for the total variation
 _RESERVED = 1e3  # or this times the total variation: enough for epsilon up to 6
 _TINY, _HUGE = 1e-25, 30.0  # a total variation and an epsilon: exp(30) 1e-25 is 1e-12

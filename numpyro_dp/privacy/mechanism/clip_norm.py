@@ -35,8 +35,6 @@ from jax.typing import DTypeLike
 from numpyro_dp._validate import check_real
 from numpyro_dp.core import Blocks, Mechanism, MechanismState, Number, PyTree
 
-__all__ = ["AdaptiveClip", "ClipNorm", "adaptive", "follow", "indicator_norm", "shorter"]
-
 # Squares of norms beyond these bounds leave the range of float32.
 _SMALLEST, _LARGEST = 1e-12, 1e12
 

@@ -31,8 +31,6 @@ from numpyro_dp.privacy.noise import (
     whole_on_grid,
 )
 
-__all__ = ["GaussianMechanism", "build_mechanism"]
-
 
 @dataclasses.dataclass(frozen=True)
 class GaussianMechanism:

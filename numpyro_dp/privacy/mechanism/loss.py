@@ -16,8 +16,6 @@ from jax import Array
 from numpyro_dp.core import Estimator, FactoredSignal, PyTree, Released
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 
-__all__ = ["LOSS_ENTRY", "LossRelease", "with_loss", "with_loss_norm"]
-
 LOSS_ENTRY = "log_likelihood (released)"
 
 

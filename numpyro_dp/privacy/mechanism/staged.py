@@ -20,8 +20,6 @@ from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import GaussianMechanism
 from numpyro_dp.privacy.sampling import FullBatch
 
-__all__ = ["StagedGaussian", "asking"]
-
 _UP = 1 + 1e-6  # keeps noise in single precision at least as wide as accounted for
 _UNITS = 2**24  # of the squared budget. Whole numbers, so that their sum is exact
 

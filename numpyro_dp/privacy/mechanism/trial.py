@@ -17,8 +17,6 @@ from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.privacy.sampling import FullBatch
 
-__all__ = ["check_mechanism"]
-
 _NOISE, _MARGIN = 1.7, 0.9  # not 1, which would hide a mechanism that ignores them
 _LENGTHS = np.array([0, 1e-6, 0.999, 1, 1.001, 10, 1e10, np.inf, np.nan])  # in clip norms
 _NUMBERS = 4096  # invented values in each entry of the sum
