@@ -13,6 +13,7 @@ out without quantiles. So a record of d columns has norm at most :math:`\sqrt{2.
 from __future__ import annotations
 
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -165,13 +166,18 @@ class _Columns(Driver):
         self.clip_norm = math.sqrt((3.25 if histogram else 2.25) * size)
         parts = {"count": (size,), "first": (size,), "second": (size,)}
         parts |= {"bins": (size, _BINS)} if histogram else {}
+        keep = types.SimpleNamespace(  # an optimiser that keeps what was released
+            init=lambda _: {name: jnp.zeros(shape) for name, shape in parts.items()},
+            get_params=lambda state: state,
+            update=lambda released, state, **_: released,
+        )
         settings = RunSettings(
             clip_norm=self.clip_norm,
             sampler=FullBatch(),
             budget=budget,
             privacy=Privacy(secret_key=secret_key),
         )
-        super().__init__(Method(_terms(histogram), _Keep(parts), (histogram,)), settings)
+        super().__init__(Method(_terms(histogram), keep, (histogram,)), settings)
 
     def structure(self, args: Args, kwargs: Kwargs) -> Records:
         """Reads shapes."""
@@ -180,24 +186,6 @@ class _Columns(Driver):
     def prepare(self, structure: Records, rng_key: Array, call: Call) -> Prepared:
         """Reads no record."""
         return Prepared(RecordsProblem(structure), self.method.optim.init(None), rng_key)
-
-
-class _Keep:
-    """An optimiser that keeps what was released."""
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        self._shapes = shapes
-
-    def init(self, _: Any) -> dict[str, Array]:
-        return {name: jnp.zeros(shape) for name, shape in self._shapes.items()}
-
-    def get_params(self, state: dict[str, Array]) -> dict[str, Array]:
-        return state
-
-    def update(
-        self, released: dict[str, Array], state: dict[str, Array], **_: Any
-    ) -> dict[str, Array]:
-        return released
 
 
 def _terms(histogram: bool) -> Callable[[RecordsProblem], Estimator]:

@@ -150,11 +150,6 @@ class PrivacyBudget:
                     "relation for all runs."
                 )
 
-    @property
-    def neighboring_relation(self) -> dpa.NeighboringRelation:
-        """The relation as ``dp_accounting`` names it."""
-        return neighboring_relation(self.relation)
-
     def for_records(self, num_examples: int) -> PrivacyBudget:
         """The same budget, with the default delta for this many records if none was given."""
         return dataclasses.replace(self, delta=self.delta or default_delta(num_examples))

@@ -345,13 +345,8 @@ def _entry(run: str, date: str, purpose: str, text: str, failed: int) -> Entry:
     return Entry(spending, date, purpose, bool(failed))
 
 
-@dataclasses.dataclass(frozen=True)
-class Charges:
+class Charges(NamedTuple):
     """Which ledger a budget charges, and for what."""
 
     ledger: Ledger
     purpose: str
-
-    def charge(self, *runs: Spending, again: bool = False) -> None:
-        """Charges runs, which must not have read a record yet."""
-        self.ledger.charge(*runs, purpose=self.purpose, again=again)

@@ -259,17 +259,11 @@ def _decided(key: Array, place: Array, tied: Array) -> Array:
 
 def tables() -> tuple[np.ndarray, ...]:
     """All arrays that programs with this noise hold. They are constants of this package."""
-    return (_by_word(),)
+    return (_table(),)
 
 
 def _entries(word: Array | int, place: Array) -> Array:
-    return jnp.asarray(_by_word()).at[word, place].get(mode="promise_in_bounds")
-
-
-@functools.cache
-def _by_word() -> np.ndarray:
-    """The table by words, because most draws read first words alone."""
-    return np.ascontiguousarray(_table().T)
+    return jnp.asarray(_table()).at[word, place].get(mode="promise_in_bounds")
 
 
 def _probabilities() -> list[int]:
@@ -293,7 +287,10 @@ def _probabilities() -> list[int]:
 
 @functools.cache
 def _table() -> np.ndarray:
-    """Walker's table: rows of five words have a threshold of 145 bits after an alias."""
+    """Walker's table: columns of five words have a threshold of 145 bits after an alias.
+
+    It is stored by words, because most draws read first words alone.
+    """
     unit, rest = 2**_BITS, _probabilities()
     aliases, thresholds = list(range(2**_LOG)), [0] * 2**_LOG
     small = [place for place, each in enumerate(rest) if each < unit]
@@ -309,4 +306,4 @@ def _table() -> np.ndarray:
         (alias << _BITS | threshold).to_bytes(20)
         for alias, threshold in zip(aliases, thresholds, strict=True)
     )
-    return np.frombuffer(rows, ">u4").reshape(-1, 5).astype(np.uint32)
+    return np.ascontiguousarray(np.frombuffer(rows, ">u4").reshape(-1, 5).T, np.uint32)

@@ -31,6 +31,7 @@ key. The caller promises that it repeats a release on the same records with the 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import os
 import threading
@@ -70,16 +71,9 @@ class NoiseReuseError(ValueError):
     """
 
 
-def _outside() -> object:
-    """The trace state outside every trace. A new thread has it even if this import is traced."""
-    found: list[object] = []
-    thread = threading.Thread(target=lambda: found.append(_compat.trace_state()))
-    thread.start()
-    thread.join()
-    return found[0]
-
-
-_OUTSIDE = _outside()
+# The trace state outside every trace. A new thread has it even if this import is traced.
+with concurrent.futures.ThreadPoolExecutor(1) as _thread:
+    _OUTSIDE = _thread.submit(_compat.trace_state).result()
 _lock = threading.Lock()  # two threads may start runs with one key: check and mark at once
 _used: dict[bytes, int] = {}  # run id -> number of steps whose noise is used up
 

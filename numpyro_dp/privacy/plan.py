@@ -17,7 +17,6 @@ from numpyro_dp.privacy.accounting import (
     epsilon_spent,
 )
 from numpyro_dp.privacy.accounting.bounds import canonical_event, gaussian_steps
-from numpyro_dp.privacy.accounting.spent import is_left_out
 from numpyro_dp.privacy.budget import (
     SENSITIVITY,
     PrivacyBudget,
@@ -88,11 +87,6 @@ class Plan:
     def sensitivity(self) -> Number:
         """Sensitivity of the first step's clipped sum when one record is added or removed."""
         return self.mechanism(self.noise_multiplier).sensitivity
-
-    @property
-    def adaptive(self) -> bool:
-        """Whether the clip norm adapts. Then ``sensitivity`` holds for the first step only."""
-        return self.mechanism(self.noise_multiplier).extras is not None
 
     def event(self, num_steps: int) -> dpa.DpEvent:
         """The event of ``num_steps`` steps and of earlier runs, under the plan's relation."""
@@ -230,12 +224,6 @@ class PrivacyReport:
         return self.bound.relation
 
     @property
-    def beyond_delta(self) -> bool:
-        """Whether epsilon is so huge that delta leaves out the errors of sampler and noise."""
-        distance = self.plan.errors(self.num_steps)["total_variation"]
-        return is_left_out(self.epsilon, self.delta, distance)
-
-    @property
     def event(self) -> dpa.DpEvent:
         """The ``dp_accounting`` event of the run."""
         return self.bound.event
@@ -344,8 +332,7 @@ def make_plan(
             ``num_steps``.
     """
     budget = budget and budget.for_records(num_examples)
-    delta = budget.delta if budget else None
-    delta = default_delta(num_examples) if delta is None else delta
+    delta = (budget and budget.delta) or default_delta(num_examples)
     relation = budget.relation if budget else sampler.relation
     noise = 0.0 if noise_multiplier is None else noise_multiplier
     plan = Plan(sampler, num_examples, noise, mechanism, budget, delta, relation, accountant)

@@ -151,8 +151,6 @@ def _fold_in(key: Array, data: Array | int) -> Array:
 
 def _seed(seed: Array) -> Array:
     seed = jnp.asarray(seed)
-    if seed.ndim:
-        raise TypeError(f"Expected a scalar seed, got an array of shape {seed.shape}.")
     wide = seed.dtype.itemsize == 8
     high = lax.shift_right_logical(seed, seed.dtype.type(32)) if wide else jnp.uint32(0)
     low = seed & seed.dtype.type(0xFFFFFFFF) if wide else seed

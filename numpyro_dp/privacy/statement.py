@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from numpyro_dp.privacy.accounting import describe_event
+from numpyro_dp.privacy.accounting.spent import is_left_out
 from numpyro_dp.privacy.budget import LARGEST_EPSILON, default_delta
 
 if TYPE_CHECKING:
@@ -243,12 +244,13 @@ def statement_of(report: PrivacyReport, settings: str) -> Statement:
     released = ["Noisy sums of clipped contributions of records, and what is computed from them."]
     if report.loss_released:
         released.append("The loss curve is part of the release, with noise of its own.")
-    staged = plan.mechanism(plan.noise_multiplier).compose is not None
+    built = plan.mechanism(plan.noise_multiplier)
+    at_most = "" if built.compose is None else "at most "
     mechanism = (
-        f"Gaussian noise, {'at most ' * staged}{report.num_steps} steps of {plan.sampler} on "
+        f"Gaussian noise, {at_most}{report.num_steps} steps of {plan.sampler} on "
         f"{plan.num_examples} records, noise multiplier {plan.noise_multiplier:.4g}, sensitivity "
-        f"{plan.sensitivity:.4g}"
-    ) + (" in the first step (adaptive clip norm)." if plan.adaptive else ".")
+        f"{built.sensitivity:.4g}"
+    ) + ("." if built.extras is None else " in the first step (adaptive clip norm).")
     if report.chains > 1:
         mechanism += (
             f" Each of {report.chains} chains took {report.num_steps // report.chains} steps. "
@@ -308,6 +310,7 @@ def true_positive_rates(privacy: Any, rates: Iterable[float]) -> list[float]:
 def _caveats(report: PrivacyReport) -> list[str]:
     number, delta, earlier = report.plan.num_examples, report.delta, report.plan.earlier
     floating = report.plan.mechanism(report.noise_multiplier).total_variation == 0
+    distance = report.plan.errors(report.num_steps)["total_variation"]
     covered = "this run and the earlier ones" if earlier else "this run alone"
     several = "records" if report.max_rows is None else "ids"
     told = [
@@ -318,7 +321,7 @@ def _caveats(report: PrivacyReport) -> list[str]:
         (floating,
          "The mechanism states no distance of its noise from that of its event. If the noise is "
          "drawn in floating point, the guarantee is for real numbers."),
-        (report.beyond_delta,
+        (is_left_out(report.epsilon, delta, distance),
          "Epsilon is so large that delta leaves out how far noise and batches are from exact "
          "ones."),
         (report.in_ledger,

@@ -314,7 +314,8 @@ def charge(
         made = [dataclasses.replace(x, run=run) for x, run in zip(made, runs, strict=True)]
 
     def charged() -> bytes:  # in a mesh the first process does it
-        charges.charge(*(each.spending[-1] for each in made), again=again)
+        spent = (each.spending[-1] for each in made)
+        charges.ledger.charge(*spent, purpose=charges.purpose, again=again)
         return b""
 
     from_first(settings.execution.mesh, charged)

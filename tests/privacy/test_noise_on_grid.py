@@ -44,7 +44,7 @@ def sample():
 def drawn_by_table():
     """The probabilities of 0, 1, ... that Walker's method gives, in units of 2^-159."""
     found = [0] * 2**14
-    for place, words in enumerate(noise._table().tolist()):
+    for place, words in enumerate(noise._table().T.tolist()):
         row = functools.reduce(lambda high, low: high << 32 | low, words)
         alias, threshold = row >> 145, row & (2**145 - 1)
         found[place] += threshold
@@ -137,7 +137,7 @@ def test_neighbours_of_a_coarse_grid_obey_the_gaussian_bound(std):
 
 def test_words_decide_as_one_long_number_even_if_they_tie(monkeypatch):
     """All 160 bits of a draw, near its threshold: below it is the place, else the alias."""
-    table, rng, number = noise._table(), np.random.default_rng(0), 3000
+    table, rng, number = noise._table().T, np.random.default_rng(0), 3000
     place, sign = rng.integers(0, 2**14, (3, number)), rng.integers(0, 2, (3, number))
     row = np.moveaxis(table[place], -1, 0)  # (5, 3, number)
     words = row.copy()

@@ -149,11 +149,6 @@ class UnsupportedEventError(ValueError):
         )
 
 
-def reason_of(error: ValueError, name: str) -> str:
-    """Returns why the accountant of this name has no bound."""
-    return getattr(error, "reasons", {}).get(name, str(error))
-
-
 def describe_event(event: dpa.DpEvent) -> str:
     """Returns a form for people, such as ``100 x Poisson(0.01, Gaussian(1.5))``."""
     match event:

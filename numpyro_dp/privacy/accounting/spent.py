@@ -34,7 +34,6 @@ from numpyro_dp.privacy.accounting.bounds import (
     UnreliableBoundError,
     UnsupportedEventError,
     describe_event,
-    reason_of,
 )
 from numpyro_dp.privacy.accounting.gdp import GDP
 from numpyro_dp.privacy.accounting.pld import PLD
@@ -100,7 +99,8 @@ class Best:
             try:
                 bound = accountant.epsilon(event, delta, relation)
             except (UnsupportedEventError, UnreliableBoundError) as error:
-                reasons[accountant.name] = reason_of(error, accountant.name)
+                name = accountant.name
+                reasons[name] = getattr(error, "reasons", {}).get(name, str(error))
                 unreliable |= isinstance(error, UnreliableBoundError)
                 continue
             if best is None or bound.upper < best.upper:
@@ -178,7 +178,13 @@ def epsilon_spent(
 def is_left_out(epsilon: float, delta: float, total_variation: float) -> bool:
     """Whether a bound leaves out a total variation, which is tiny beside a huge epsilon."""
     tiny = total_variation < _TINY and _HUGE < epsilon < math.inf
-    return tiny and (1.0 + math.exp(min(epsilon, 700.0))) * total_variation > delta
+    return tiny and _factor(epsilon) * total_variation > delta
+
+
+def _factor(epsilon: float) -> float:
+    """How much delta a total variation of 1 takes: 1 + exp(epsilon)."""
+    # exp(710) overflows. At 700 no delta is enough, unless the total variation is below 1e-304.
+    return 1.0 + math.exp(min(epsilon, 700.0))
 
 
 def check_errors(
@@ -195,7 +201,7 @@ def check_errors(
             f"Expected failure_prob={failure:g} < delta={delta:g}. Delta has to cover batches that "
             "overflow. Use a smaller overflow_prob for Poisson batches, or a larger delta."
         )
-    largest = (delta - failure) / (1.0 + math.exp(min(epsilon, 700.0)))
+    largest = (delta - failure) / _factor(epsilon)
     if epsilon > 0.0 and tau >= largest and not is_left_out(epsilon, delta - failure, tau):
         raise TotalVariationError(
             f"Expected total_variation={tau:g} < {largest:.3g} for epsilon={epsilon:g} at "
@@ -209,24 +215,20 @@ def _with_total_variation(
 ) -> EpsilonBound:
     share = min(_SHARE, _RESERVED * tau / delta)
     inner = (1.0 - share) * delta
-    needed, bounds = 0.0, []
-    for attempt in range(_ITERATIONS):
+    bounds = []
+    for _ in range(_ITERATIONS):
         bounds.append(bound := judge.epsilon(event, inner, relation))
-        if math.isinf(bound.upper):
-            return dataclasses.replace(bound, lower=None, delta=delta)
-        # exp(710) overflows. At 700 the leak exceeds every delta, unless tau is below 1e-304.
-        leak = (1.0 + math.exp(min(bound.upper, 700.0))) * tau
+        leak = _factor(bound.upper) * tau
         # No lower bound is kept: one at a smaller delta is none at this delta.
-        if inner + leak <= delta:
+        if math.isinf(bound.upper) or inner + leak <= delta:
             return dataclasses.replace(bound, lower=None, delta=delta)
-        if attempt == 0:
-            needed = share * delta * tau / leak
         # A little more than the leak, because epsilon grows as `inner` shrinks.
         inner = delta - 1.01 * leak
         if inner <= 0.0:
             break
     if is_left_out(bounds[0].upper, delta, tau):
         return dataclasses.replace(bounds[0], lower=None, delta=delta)
+    needed = share * delta / _factor(bounds[0].upper)
     raise TotalVariationError(
         f"total_variation={tau:g} is too large for delta={delta:g}: no epsilon was found with "
         "d + (1 + exp(epsilon)) * total_variation <= delta. total_variation <= "
