@@ -45,8 +45,6 @@ from numpyro_dp.model.public import own_constants
 if TYPE_CHECKING:
     from numpyro_dp.laplace.signal import Request
 
-__all__ = ["censored"]
-
 _NODES = 6  # of the quadrature over time
 # Times, in units of the compensator, at which the bound is checked. An event is later than the last
 # of them with a probability below .02.

@@ -21,19 +21,6 @@ from numpyro_dp.laplace.pattern import pairs_of, power_of
 from numpyro_dp.posterior.algebra import inverse, solve, symmetric, trace_of
 from numpyro_dp.posterior.likelihood import SMALLEST_SCALE, Prior, denoise_curvature
 
-__all__ = [
-    "Loss",
-    "Stage",
-    "denoise_scales",
-    "evidence_unseen",
-    "first_whitening",
-    "moved",
-    "next_whitening",
-    "read_stage",
-    "start",
-    "with_steps",
-]
-
 FLOOR = 0.03  # smallest eigenvalue, relative to the mean of the positive parts
 RIDGE = 1.5  # sds of the curvature's error below which the next whitening sees no eigenvalue
 # A full whitening has the power 1 / 2. It is used if the error is small.

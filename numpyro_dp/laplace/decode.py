@@ -27,8 +27,6 @@ from numpyro_dp.laplace.curvature import Stage
 from numpyro_dp.posterior.algebra import inverse, solve, symmetric, trace_of
 from numpyro_dp.posterior.likelihood import Prior
 
-__all__ = ["decode", "excess_ratio", "sampling_ratio", "with_discrepancies", "with_step"]
-
 FIRST_DISCREPANCY = 0.3  # relative non-linearity that is assumed for draws from the prior
 DOUBTED = 0.25  # see believed_curvature
 UNCERTAIN_STEP = 0.5  # relative standard deviation of the step of the mean in the first stage

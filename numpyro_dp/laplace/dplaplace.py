@@ -48,8 +48,6 @@ from numpyro_dp.run.results import Forecast, forecast
 from numpyro_dp.run.settings import Execution, Privacy, RunSettings, without
 from numpyro_dp.run.state import SensitiveState, plan_for, spent_by
 
-__all__ = ["DPLaplace"]
-
 
 class DPLaplace:
     r"""A differentially private posterior with intervals that include the privacy noise.

@@ -20,8 +20,6 @@ from numpyro_dp.posterior.algebra import factor
 from numpyro_dp.posterior.draws import generator
 from numpyro_dp.posterior.prior import ModelPrior
 
-__all__ = ["FirstGuess", "first_guess"]
-
 _RECORDS = 200
 _DRAWS = 40
 _TOGETHER = 2.0  # standard deviations of a draw in all coordinates together

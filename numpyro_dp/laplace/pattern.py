@@ -17,8 +17,6 @@ import numpy as np
 
 from numpyro_dp.posterior.algebra import spectral_power
 
-__all__ = ["MOST", "MOST_DENSE", "group_sites", "pairs_of", "power_of", "unseen_directions"]
-
 MOST_DENSE = 300  # up to this number of latents, the curvature of every pair is released
 MOST = 600  # decoding takes time of the order of the cube of their number, and memory of the square
 _UNSEEN = 1e-4  # size of scores along a direction that counts as 0, relative to single latents

@@ -13,29 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-__all__ = [
-    "ALONG",
-    "FAR",
-    "GROWTH",
-    "LAST",
-    "LONG",
-    "LONGEST",
-    "LOSS_BOUND",
-    "MOST_FAR",
-    "MOST_SHARE_FAR",
-    "NOISE_FAR",
-    "PAIRS",
-    "SHARE_FAR",
-    "SIZE_RANGE",
-    "Kind",
-    "Schedule",
-    "believed_size",
-    "bounds",
-    "clip_norms",
-    "next_growth",
-    "schedule",
-]
-
 PAIRS = 24  # antithetic pairs of draws in a stage
 _SIZE = 0.01  # part of mu^2 for the size of a typical score
 SIZE_RANGE = 64.0  # that size may be up to this factor below or above the public guess

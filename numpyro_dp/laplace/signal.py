@@ -55,8 +55,6 @@ from numpyro_dp.laplace.tail import SIZES, sizes
 from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.records import Records, Rows
 
-__all__ = ["LaplaceProblem", "Request", "StageOptimizer", "staged_scores", "symmetric"]
-
 _REPLICATES = 2
 # Draws stay near the mean. This causes no bias, because each draw alone gives a score of mean 0 at
 # the truth, with the curvature as its slope. Under the wide prior of a scale, a far draw has scores

@@ -20,8 +20,6 @@ from numpyro_dp.sums.affine import Waist, find_waist
 if TYPE_CHECKING:
     from numpyro_dp.laplace.signal import Request
 
-__all__ = ["TINY", "Scores", "entries", "outer_products", "partners", "shortened", "total"]
-
 TINY = 1e-12
 _PARTNER = 4  # partners are a quarter of the draws away. Half would be the antithetic draw
 _FEW = 4  # up to this size, sums are faster than matrix products

@@ -58,8 +58,6 @@ from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import RunState, SensitiveState
 
-__all__ = ["Releases", "Run", "Stages", "most_releases"]
-
 _BELIEVED = 4.0  # log of the odds at which a direction counts as unseen
 _MORE_BIASED = 1.5  # than the newest stage, so that a stage is left out
 _MOST_SPREAD = 10.0  # factor on the variance of scores in a wrong model

@@ -13,8 +13,6 @@ from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.posterior.draws import generator
 from numpyro_dp.posterior.prior import ModelPrior
 
-__all__ = ["check_suitable"]
-
 
 def check_suitable(prior: ModelPrior, rng_key: Array) -> None:
     """Raises for a model that needs another driver. It reads no record.

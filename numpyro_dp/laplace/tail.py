@@ -24,8 +24,6 @@ from jax import Array
 from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.public import own_constants
 
-__all__ = ["SIZES", "Tail", "has_tail", "sizes"]
-
 # Bounds of the classes, in units of the smallest clip norm. Scores in a model have norms near .5.
 # Few classes, because each adds noise of the same size to a test over all of them.
 _EDGES = np.array([0.5, 1.0, 2.2, 5.0, 11.0])

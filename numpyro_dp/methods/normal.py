@@ -27,18 +27,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float
 
-__all__ = [
-    "LARGEST_NARROWING",
-    "Cavity",
-    "cavity_of",
-    "centre",
-    "counted_share",
-    "inverse_and_log_det",
-    "shrunk",
-    "site_along",
-    "site_from_slopes",
-]
-
 LARGEST_NARROWING = 0.1  # smallest ratio of a tilted to a cavity variance
 
 Natural = dict[str, Array]

@@ -12,15 +12,6 @@ from jax import Array
 from numpyro_dp.core import Values
 from numpyro_dp.extend import check_real
 
-__all__ = [
-    "SensitiveEPResult",
-    "SensitiveSites",
-    "check_probs",
-    "checked_start",
-    "equal_sites",
-    "schedule",
-]
-
 
 class SensitiveEPResult(NamedTuple):
     """Result of ``EP.run`` and ``PBP.run``. Not private: never publish it.

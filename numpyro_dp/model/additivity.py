@@ -24,8 +24,6 @@ from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import ModelStructure
 from numpyro_dp.model.separation import log_density, traced
 
-__all__ = ["check_additive", "is_sum"]
-
 _ROWS = 3
 # Relative, and just above the rounding error for a few records. In half precision the check still
 # finds a factor of the number of rows, but not a shift by a hundredth of a record's rank.

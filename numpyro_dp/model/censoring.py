@@ -12,8 +12,6 @@ from jax.scipy.special import log_ndtr, ndtri
 
 from numpyro_dp.model.public import UnsupportedModelError
 
-__all__ = ["check", "check_base", "is_censored", "log_tail", "value_at"]
-
 _EDGE = 1e-7  # quantiles nearer to 0 or 1 are infinite in float32
 
 

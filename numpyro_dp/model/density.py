@@ -30,8 +30,6 @@ from numpyro_dp.model.records import Arguments, ModelStructure
 from numpyro_dp.model.separation import log_density, one_record, traced
 from numpyro_dp.model.units import sum_over_rows
 
-__all__ = ["Model", "constraining", "if_possible"]
-
 
 class Model(NamedTuple):
     """A NumPyro model, split into a public and a private part.

@@ -27,8 +27,6 @@ from numpyro_dp._compat import (
 )
 from numpyro_dp.core import PyTree, Values
 
-__all__ = ["depends_on_inputs", "entries_read", "inputs_of", "looks_up", "loops_by_inputs"]
-
 
 def depends_on_inputs(fn: Callable[..., Values], *args: PyTree) -> list[str]:
     """Returns the names of the entries of the dict ``fn(*args)`` that depend on ``args``.

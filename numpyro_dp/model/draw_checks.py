@@ -32,8 +32,6 @@ from numpyro_dp.model.public import PublicValues
 from numpyro_dp.model.records import Arguments, ModelStructure, split_arrays
 from numpyro_dp.model.separation import altered, is_factor, traced
 
-__all__ = ["check_draws", "predict"]
-
 _NOT_OF_THE_RUN = (
     "which the run did not have, so the privacy report does not list it as public. Pass it as an "
     "argument of the model, or name it in public=[array] of fit or Privacy before the run. If it "

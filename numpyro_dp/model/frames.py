@@ -15,8 +15,6 @@ from numpyro_dp._validate import check_real
 from numpyro_dp.core import Args, Kwargs
 from numpyro_dp.model.units import UNIT, as_objects
 
-__all__ = ["Design", "as_arrays", "design"]
-
 _LIBRARIES = ("pandas", "polars", "pyarrow")
 _FILES = (".npy", ".npz", ".csv", ".parquet", ".feather")
 

@@ -25,8 +25,6 @@ from numpyro_dp.model.structure import ModelStructure, read_model
 from numpyro_dp.model.units import number_of_units, split_unit
 from numpyro_dp.model.variational import VariationalProblem
 
-__all__ = ["Call", "Frontend", "GivenModel", "Prepared", "arguments_key", "check_loss"]
-
 
 class Prepared(NamedTuple):
     """A problem together with its initial optimiser state.

@@ -37,8 +37,6 @@ from numpyro_dp.core import PyTree, Values
 from numpyro_dp.model.public import UnsupportedModelError, own_constants
 from numpyro_dp.model.variational import VariationalProblem, coordinate_sums, guide_kind
 
-__all__ = ["Coordinates", "Geometry", "gaussian_geometry"]
-
 _HIGHEST = lax.Precision.HIGHEST
 
 

@@ -37,15 +37,6 @@ from numpyro_dp.model.public import UnsupportedModelError, own_constants
 from numpyro_dp.model.records import Arguments
 from numpyro_dp.model.separation import log_density, one_record, traced
 
-__all__ = [
-    "Guide",
-    "auto_parts",
-    "guide_trace",
-    "hide_likelihood",
-    "prototype_without_records",
-    "set_up",
-]
-
 
 class Guide(NamedTuple):
     """A guide that has been checked against a model.

@@ -28,8 +28,6 @@ from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import Arguments, ModelStructure
 from numpyro_dp.model.separation import check_one_row, log_density, traced
 
-__all__ = ["check_first_values", "check_supported", "read_guide"]
-
 _REFUSED = {
     "AutoDAIS": "its sampler evaluates the likelihood of all records",
     "AutoSurrogateLikelihoodDAIS": "its sampler evaluates a likelihood of records",

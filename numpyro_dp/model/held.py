@@ -32,17 +32,6 @@ from numpyro_dp._compat import (
 from numpyro_dp._tree import is_key
 from numpyro_dp.model.simulated import drawn
 
-__all__ = [
-    "Written",
-    "computes_in_half",
-    "held_by_function",
-    "held_by_program",
-    "is_array",
-    "numbers_in_program",
-    "refused_calls",
-    "written_by_jax",
-]
-
 # Their functions hold no records of the user. A search through them would reach their registries,
 # caches and half of the interpreter.
 _LIBRARIES = ("builtins", "equinox", "flax", "jax", "jaxlib", "numpy", "numpyro", "optax", "scipy")

@@ -44,8 +44,6 @@ from numpyro_dp.model.locals import fill_locals, start
 from numpyro_dp.model.records import ModelStructure
 from numpyro_dp.model.separation import layers, log_density, traced
 
-__all__ = ["indices_inside", "masks_around", "unwrapped", "value_inside", "with_checks"]
-
 _WRAPPED = (MaskedDistribution, ExpandedDistribution)
 _CALLS = (*CALLS, *RULED)
 # Not ``while``: marks could keep its condition true for ever, and it has no gradient.

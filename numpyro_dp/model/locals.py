@@ -37,8 +37,6 @@ from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import ModelStructure
 from numpyro_dp.model.separation import layers, traced
 
-__all__ = ["fill_locals", "in_plate", "is_local", "masked_away", "read_locals", "start"]
-
 _MOST = 4096
 
 

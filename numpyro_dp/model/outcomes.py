@@ -29,8 +29,6 @@ from numpyro_dp.model.separation import altered, is_factor, one_record
 from numpyro_dp.model.simulated import drawn
 from numpyro_dp.model.units import sum_over_rows
 
-__all__ = ["Outcomes", "read_latents", "read_outcomes"]
-
 _MOST_VALUES = 16  # With more values, simulating outcomes costs less than listing them.
 
 

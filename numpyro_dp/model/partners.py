@@ -17,8 +17,6 @@ from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.records import ModelStructure
 from numpyro_dp.model.units import sum_over_rows
 
-__all__ = ["OutcomeModel", "centring"]
-
 _DRAWN = 2  # outcomes that are drawn for each record, if they cannot be listed
 
 

@@ -38,19 +38,6 @@ from numpyro_dp.model.held import (
     written_by_jax,
 )
 
-__all__ = [
-    "Declared",
-    "PublicArray",
-    "PublicValues",
-    "UnsupportedModelError",
-    "allowance",
-    "argument_names",
-    "declare",
-    "own_constants",
-    "single_allowance",
-    "values_given",
-]
-
 #: Shape, dtype and hash of the values of an array.
 Digest = tuple[tuple[int, ...], str, bytes]
 _own: set[Digest] = set()

@@ -18,8 +18,6 @@ from numpyro_dp.model.outcomes import unconstrained_prior
 from numpyro_dp.model.public import record_arguments
 from numpyro_dp.model.units import split_unit
 
-__all__ = ["SensitiveCheck", "check_records"]
-
 _DRAWS = 4
 _ROWS = 1024  # rows whose gradients are in memory at once
 _FAR = 10.0  # a column this many times as large or small as 1 has a scale worth a word

@@ -29,20 +29,6 @@ from numpyro_dp.model.public import (
 )
 from numpyro_dp.model.units import Grouped, Units, split_unit
 
-__all__ = [
-    "Arguments",
-    "Layout",
-    "ModelStructure",
-    "Records",
-    "RecordsProblem",
-    "Rows",
-    "array_shapes",
-    "check_arrays",
-    "read_records",
-    "split_arguments",
-    "split_arrays",
-]
-
 
 class Rows(NamedTuple):
     """The records, ready for a step.

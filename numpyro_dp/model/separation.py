@@ -27,18 +27,6 @@ from numpyro_dp.model.held import computes_in_half, held_by_function
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import Arguments, ModelStructure
 
-__all__ = [
-    "altered",
-    "check_one_row",
-    "check_separable",
-    "is_factor",
-    "layers",
-    "log_density",
-    "one_record",
-    "rows_along",
-    "traced",
-]
-
 
 class one_record(Messenger):  # noqa: N801 - a NumPyro handler, named like its peers
     """Shows a model its data plate with a single index, as for a data set of one row."""

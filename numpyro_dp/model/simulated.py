@@ -18,8 +18,6 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 from numpyro.distributions.discrete import ZeroInflatedProbs
 
-__all__ = ["drawn"]
-
 _LARGE = 10.0  # For larger means, the expansion is wrong in less than 1 of 2,000 draws.
 # At smaller means, a count exceeds this with a probability below 1e-11. A uniform number of float32
 # resolves 1e-7, so the tail beyond that is never drawn.

@@ -32,9 +32,6 @@ from numpyro_dp.model.records import (
 )
 from numpyro_dp.model.separation import altered, check_separable, is_factor, one_record, rows_along
 
-__all__ = ["ModelStructure", "find_data_plate", "read_model"]
-
-
 # Sample sites, sizes of plates by name, and names of other sites by type.
 _Found = tuple["list[SampleSite]", dict[str, int], dict[str, list[str]]]
 

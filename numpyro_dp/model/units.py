@@ -25,11 +25,6 @@ from jax import Array
 from numpyro_dp._compat import is_tracer
 from numpyro_dp.core import Arrays, Kwargs, NumPyroFn, PyTree
 
-__all__ = [
-    "UNIT", "Grouped", "Units", "as_objects", "group", "number_of_units", "split_unit",
-    "sum_over_rows",
-]  # fmt: skip
-
 UNIT = "unit"  # keyword of the ids
 _MISSING = (
     "unit= has missing ids, ids of several types, or ids that are neither numbers nor texts. Rows "

@@ -18,8 +18,6 @@ from numpyro_dp.model.density import Model
 from numpyro_dp.model.guide import Guide
 from numpyro_dp.model.records import Records, Rows
 
-__all__ = ["VariationalProblem", "coordinate_sums", "guide_kind", "likelihood_key"]
-
 _LOWER_CHOLESKY = (
     constraints.scaled_unit_lower_cholesky,
     constraints.lower_cholesky,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import scipy.linalg
 
-__all__ = ["factor", "inverse", "roots", "solve", "spectral_power", "symmetric", "trace_of"]
-
 TINY = 1e-300  # keeps a division by zero finite
 EDGE = 1e-13  # smallest eigenvalue that counts, relative to the largest
 

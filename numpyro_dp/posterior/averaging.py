@@ -27,8 +27,6 @@ from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import Values
 from numpyro_dp.run.results import Trace
 
-__all__ = ["SHORTEST", "Average", "Check", "average", "drift_check", "fit_ar1"]
-
 SHORTEST = 20  # iterates of a trace that can be averaged or checked
 _FRACTIONS = tuple(0.8**power for power in range(1, 13))  # of the trace: 0.8 down to 0.07
 _LARGEST = 0.9999  # correlation

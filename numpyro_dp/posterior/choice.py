@@ -15,8 +15,6 @@ from numpyro_dp.posterior.rehearsal import Rehearsal, SimulatedRuns, shown
 from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.run.loop import opened_bar
 
-__all__ = ["Choice", "choose"]
-
 _FIRST_ROUND = 4  # data sets that every setting sees
 
 

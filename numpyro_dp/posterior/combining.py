@@ -33,8 +33,6 @@ from numpyro_dp._lazy import stats
 from numpyro_dp._validate import check_in, check_int, check_real
 from numpyro_dp.posterior.diagnosis import PosteriorWarning
 
-__all__ = ["Combined", "combine"]
-
 Values = Float[np.ndarray, "..."]
 
 

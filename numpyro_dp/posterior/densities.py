@@ -24,8 +24,6 @@ from numpyro_dp.model.records import Arguments
 from numpyro_dp.model.separation import log_density, one_record
 from numpyro_dp.posterior.inference_data import named_leaves
 
-__all__ = ["Densities", "densities_of_model", "model_of_run"]
-
 Densities = dict[str, Any]  # the plate, shapes of the arguments, and log densities by site
 
 _POINTS = 6

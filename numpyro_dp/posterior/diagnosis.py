@@ -18,21 +18,6 @@ from numpyro_dp.privacy.plan import PrivacyReport
 if TYPE_CHECKING:
     from numpyro_dp.run.results import RunResult
 
-__all__ = [
-    "Diagnosis",
-    "Finding",
-    "PosteriorWarning",
-    "finding_of_arrival",
-    "finding_of_clipping",
-    "findings_of_normal",
-    "findings_of_path",
-    "findings_of_report",
-    "findings_of_run",
-    "findings_of_shares",
-    "findings_of_spread",
-    "findings_of_unseen",
-]
-
 # Good runs stay below these (benchmarks/believe/zoo.py).
 _FARTHEST = 3.0  # posterior sds between the points of a run and the optimum of its scores
 _WIDEST = 2.0  # posterior sds over which the points of a run move, fresh draws left out

@@ -12,8 +12,6 @@ from jax import Array
 
 from numpyro_dp.core import Values
 
-__all__ = ["Draws", "Normal", "SiteDraws", "Vectors", "generator"]
-
 Draws = Callable[[Array, int], dict[str, Array]]
 
 

@@ -32,8 +32,6 @@ from numpyro_dp._tree import widen
 from numpyro_dp._validate import check_int, check_real
 from numpyro_dp.core import Fold, PyTree, Values
 
-__all__ = ["TailAverage", "tail_average"]
-
 _MOST_STEPS = np.iinfo(np.int32).max
 
 

@@ -26,8 +26,6 @@ from numpyro_dp.posterior.samples import posterior_samples
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.results import Trace
 
-__all__ = ["NOISE_INCLUDED", "ModelSource", "findings_of_drift"]
-
 NOISE_INCLUDED = "The intervals include the noise of privacy."
 
 

@@ -15,8 +15,6 @@ from numpyro_dp.core import PyTree, Values
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.statement import Statement
 
-__all__ = ["draws_by_name", "named_leaves", "to_arviz"]
-
 _INDEPENDENT = "independent draws of a differentially private posterior"
 _NEVER = "observed_data holds private records: never publish it"
 

@@ -17,8 +17,6 @@ from scipy.special import softmax
 
 from numpyro_dp.posterior.algebra import inverse, roots, symmetric
 
-__all__ = ["SMALLEST_SCALE", "Prior", "denoise_curvature", "released_likelihood"]
-
 SCALE_SD = 3.0  # prior sd of a curvature's size, relative to the guess of it
 SMALLEST_SCALE = 0.05  # smallest size of a curvature, relative to the guess of it
 LEAST_SPREAD = 0.01  # of a curvature around its guess, relative to its level

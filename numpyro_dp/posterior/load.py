@@ -18,8 +18,6 @@ from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.saved import FORMAT, part_of, read_file
 from numpyro_dp.privacy.statement import Statement
 
-__all__ = ["load"]
-
 
 def load(
     path: str | os.PathLike[str],

@@ -11,8 +11,6 @@ from numpyro_dp.posterior.algebra import symmetric
 if TYPE_CHECKING:
     from numpyro_dp.run.results import Products
 
-__all__ = ["Averages", "Moments", "averages_of", "early_distance", "mixed"]
-
 _STILL = 1e-6  # smallest part of the movement of the centres in a direction that is movement
 
 

@@ -23,8 +23,6 @@ from numpyro_dp.model.variational import guide_kind
 from numpyro_dp.posterior.averaging import Average, Check, average
 from numpyro_dp.run.results import RunResult
 
-__all__ = ["NoiseAware", "noise_aware"]
-
 
 class NoiseAware(NamedTuple):
     """A posterior that includes the effect of privacy noise. It may be published.

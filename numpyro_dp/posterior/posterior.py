@@ -47,8 +47,6 @@ from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.statement import Statement
 
-__all__ = ["Draws", "Posterior"]
-
 _NUM_DRAWS, _FEWEST = 4000, 200
 _MOST_VALUES = 10**8  # of all draws together: 400 MB in float32
 _LINES, _MOST_ROWS, _FEWEST_ROWS = 10, 5, 2

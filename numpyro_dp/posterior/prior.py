@@ -30,8 +30,6 @@ from numpyro_dp.model.outcomes import Outcomes, read_latents, unconstrained_prio
 from numpyro_dp.posterior.draws import Draws, Normal, Vectors, generator
 from numpyro_dp.posterior.likelihood import Prior
 
-__all__ = ["ModelPrior", "prior_of", "read_prior"]
-
 _DRAWS = 4000
 _KEPT = 4000  # draws from a posterior that is not normal
 _PROPOSED = 20_000

@@ -33,8 +33,6 @@ from numpyro_dp.posterior.summary import interval
 from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.run.loop import opened_bar
 
-__all__ = ["Rehearsal", "SimulatedRuns", "rehearse", "shown"]
-
 _PROBS = (0.5, 0.8, 0.9)
 
 

@@ -13,8 +13,6 @@ from numpyro.infer import Predictive
 from numpyro_dp._validate import check_int
 from numpyro_dp.core import PyTree, Sites, Values
 
-__all__ = ["posterior_samples"]
-
 
 def posterior_samples(
     rng_key: Array,

@@ -31,8 +31,6 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save
 
-__all__ = ["FORMAT", "part_of", "read_file", "write_file"]
-
 FORMAT: dict[str, str | int] = {"format": "numpyro_dp posterior", "version": 1}
 
 

@@ -56,8 +56,6 @@ from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.prior import prior_of
 from numpyro_dp.run.results import RunResult
 
-__all__ = ["posterior_of_scores", "scores_likelihood"]
-
 _FIXED = "The parameters {} are fixed at their estimates. The intervals do not contain their error."
 
 _BEND = 0.6  # relative change of the curvature over a distance of one prior standard deviation

@@ -10,8 +10,6 @@ import numpy as np
 
 from numpyro_dp._validate import check_real
 
-__all__ = ["PosteriorSummary", "count_of", "entry_name", "entry_rows", "interval", "table_lines"]
-
 _SHOWN, _SHOWN_KEYS = 60, ("mean", "sd", "lower", "upper")
 
 

@@ -44,11 +44,6 @@ try:
 except ImportError:  # Windows has another lock
     fcntl = None
 
-__all__ = [
-    "Checkpoint", "check_every", "checkpoint_of", "hash_of", "locked", "started", "traced",
-    "without_own_run",
-]  # fmt: skip
-
 _FILE = "SENSITIVE_checkpoint"
 _FORMAT = b"numpyro_dp checkpoint, version 2\n"  # its hash is that of this line and the content
 _PART = 2**24  # bytes of an array that are hashed at once

@@ -50,8 +50,6 @@ from numpyro_dp.run.state import (
 from numpyro_dp.run.sweep import SweepResult, combinations, run_sweep
 from numpyro_dp.sums.devices import copied
 
-__all__ = ["Driver"]
-
 _UNLIMITED = np.iinfo(np.int32).max
 _ATTEMPTS = 10  # first values that a driver tries
 

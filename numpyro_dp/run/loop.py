@@ -34,11 +34,6 @@ from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.checkpoint import Checkpoint
 from numpyro_dp.sums.devices import any_process
 
-__all__ = [
-    "Course", "HostRows", "LoopCall", "Progress", "build_loop", "drawn_size", "fetched_batch",
-    "follow", "opened_bar", "streamed", "with_bar",
-]  # fmt: skip
-
 LoopCall = tuple[int, int, int]  # first slot, number of slots, steps per slot
 
 _BYTES = 2**26  # largest size of the rows that are fetched at once

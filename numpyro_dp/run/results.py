@@ -18,11 +18,6 @@ from numpyro_dp.core import Observation, Values
 from numpyro_dp.privacy.plan import Plan, PrivacyReport
 from numpyro_dp.run.state import SensitiveState
 
-__all__ = [
-    "MOST_LATENTS", "WARMUP", "Forecast", "PrivateLosses", "RunInterrupted", "RunResult",
-    "ScoreSums", "Trace", "forecast", "score_sums", "with_observation",
-]  # fmt: skip
-
 MOST_LATENTS = 300  # sums of scores hold a few matrices of this size
 WARMUP = 0.5  # part of the steps of a run that come before the sums of points and scores
 _OF_POSTERIOR = ("sample", "predict", "summary", "diagnose", "to_arviz", "save")

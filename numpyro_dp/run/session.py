@@ -66,8 +66,6 @@ from numpyro_dp.run.step import PrivateParts, Step, build_step, build_whole_step
 from numpyro_dp.sums.devices import any_process, copied, spread
 from numpyro_dp.sums.factored import record_lengths
 
-__all__ = ["Session"]
-
 _MAX_TRACE = 1000
 _MAX_TRACE_NUMBERS = 10**7
 _SEALED = 1000  # rows of a large array by which a state knows its records

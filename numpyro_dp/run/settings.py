@@ -26,8 +26,6 @@ from numpyro_dp.privacy.plan import BudgetError
 # Fields of Privacy that only mean something to a driver that reads a NumPyro model.
 OF_MODELS = ("data_plate", "max_rows_per_unit", "public")
 
-__all__ = ["Execution", "Method", "Privacy", "RunSettings"]
-
 
 class Method(NamedTuple):
     """The estimator and optimiser of a driver.

@@ -36,12 +36,6 @@ from numpyro_dp.privacy.plan import BudgetError, Plan, PrivacyReport, make_plan
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.sums.devices import copied, from_first
 
-__all__ = [
-    "RunIdentity", "RunState", "SensitiveState", "charge", "check_identity", "check_state",
-    "noise_fields", "plan_for", "registered", "report_for", "secret_of", "spent_by", "taken_only",
-    "used", "with_new_noise",
-]  # fmt: skip
-
 
 @dataclasses.dataclass(frozen=True)
 class RunIdentity:

@@ -28,8 +28,6 @@ from numpyro_dp.sums.bounded import SumInParts, bounded_sum
 from numpyro_dp.sums.devices import copied, on_devices
 from numpyro_dp.sums.microbatches import Shards, first_of
 
-__all__ = ["PrivateParts", "Step", "build_step", "build_whole_step", "check_step"]
-
 
 class Step(NamedTuple):
     """What one step returns besides the new state.

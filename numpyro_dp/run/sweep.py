@@ -33,8 +33,6 @@ from numpyro_dp.run.state import (
     secret_of,
 )
 
-__all__ = ["SweepResult", "combinations", "run_sweep"]
-
 
 class SweepRun(NamedTuple):
     """One run of a sweep: the fields of :class:`SweepResult` without the leading axis.

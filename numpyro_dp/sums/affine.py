@@ -24,8 +24,6 @@ from numpyro_dp._compat import MOVES
 from numpyro_dp._program import Constant, Op, ScalarProgram, evaluate, trace_scalar
 from numpyro_dp.core import PyTree
 
-__all__ = ["Waist", "find_waist"]
-
 # Operations that are linear in all inputs together, and those that are linear in the first one.
 _LINEAR = {
     "add", "add_any", "sub", "neg", "reduce_sum", "concatenate", "split", "cumsum", "rev",

@@ -31,8 +31,6 @@ from numpyro_dp.sums.microbatches import (
     suitable_rows,
 )
 
-__all__ = ["SumInParts", "bounded_sum"]
-
 
 def bounded_sum(
     estimator: Estimator,

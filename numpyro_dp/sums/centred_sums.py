@@ -49,8 +49,6 @@ from jaxtyping import Bool
 
 from numpyro_dp.core import Centring, Mechanism, PyTree
 
-__all__ = ["centred_mechanism", "with_partners"]
-
 
 def with_partners(
     centring: Centring, public: PyTree, examples: PyTree, mask: Bool[Array, " batch"],

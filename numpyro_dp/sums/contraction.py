@@ -50,8 +50,6 @@ from numpyro_dp._program import (
 )
 from numpyro_dp.core import PyTree
 
-__all__ = ["Contraction", "Split", "split_scalar"]
-
 
 class Contraction(NamedTuple):
     """A leaf of the point that enters through one product.

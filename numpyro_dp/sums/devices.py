@@ -26,8 +26,6 @@ from numpyro_dp._tree import is_key
 from numpyro_dp.core import PyTree
 from numpyro_dp.sums.microbatches import WHOLE, Shards
 
-__all__ = ["any_process", "copied", "from_first", "hash_together", "on_devices", "spread"]
-
 _SENT = 2**27  # bytes sent between processes at once
 
 

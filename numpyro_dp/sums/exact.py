@@ -32,8 +32,6 @@ from jax.typing import DTypeLike
 from numpyro_dp._tree import column, widen
 from numpyro_dp.core import Number, PyTree, Whole, is_whole
 
-__all__ = ["added", "clip_margin", "exact_sum", "finished", "partial_sum"]
-
 _LANES = 16  # slices in one pass: compilers handle some twenty well, and forty badly
 _LANE_ROWS = 40  # a loop of up to 32 rows is unrolled, which is three times as slow
 # A long sum adds the low 12 bits of its terms and the rest of their bits apart. With this many rows

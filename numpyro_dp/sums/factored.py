@@ -41,8 +41,6 @@ from numpyro_dp.sums.microbatches import (
 )
 from numpyro_dp.sums.products import is_worthwhile, longest_product, product_error, product_sum
 
-__all__ = ["factored_sum", "record_lengths"]
-
 
 def record_lengths(estimator: Estimator, public: PyTree, arrays: PyTree) -> tuple[Array, ...]:
     """Returns lengths of the records' factors that are the same in each step, each of shape (N,).

@@ -18,11 +18,6 @@ from numpyro_dp._tree import widen
 from numpyro_dp.core import Mechanism, Number, PyTree, Values
 from numpyro_dp.sums.exact import added, clip_margin, exact_sum
 
-__all__ = [
-    "WHOLE", "Compensated", "Shards", "coarsest", "extra_sums", "first_of", "margin_of", "norms_of",
-    "over_microbatches", "pinned", "rows_of", "suitable_rows",
-]  # fmt: skip
-
 _NUMBERS = 2**20  # values in a microbatch, few enough to stay in a cache
 _LEAST = 16  # fewest rows of a microbatch
 

@@ -36,8 +36,6 @@ from jax.typing import DTypeLike
 from numpyro_dp._tree import column
 from numpyro_dp.sums.microbatches import Compensated
 
-__all__ = ["is_worthwhile", "longest_product", "product_error", "product_sum"]
-
 _LONGEST = 64  # rows of one product of matrices
 _SHORTEST = 8
 _FEW = 4  # blocks that are added without compensation

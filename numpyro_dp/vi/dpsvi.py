@@ -36,8 +36,6 @@ from numpyro_dp.vi.estimators import aligned
 from numpyro_dp.vi.estimators.centred import centred_if_possible
 from numpyro_dp.vi.first_widths import NORMAL_GUIDES, first_widths
 
-__all__ = ["DPSVI"]
-
 
 class DPSVI(Driver):
     r"""Differentially private stochastic variational inference.

@@ -23,8 +23,6 @@ from numpyro_dp.model.variational import guide_kind
 from numpyro_dp.posterior.prior import read_prior
 from numpyro_dp.run.results import MOST_LATENTS
 
-__all__ = ["NORMAL_GUIDES", "first_widths"]
-
 NORMAL_GUIDES: tuple[type, ...] = (
     autoguide.AutoNormal, autoguide.AutoDiagonalNormal, autoguide.AutoMultivariateNormal
 )  # fmt: skip

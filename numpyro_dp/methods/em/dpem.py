@@ -15,8 +15,6 @@ from numpyro_dp.core import Args, Kwargs, Sampler, Values
 from numpyro_dp.methods.em.statistics import MStep, expected_statistics
 from numpyro_dp.methods.shared import check_probs, checked_start
 
-__all__ = ["DPEM"]
-
 _INDEPENDENT = "DPEM adds up the variances of independent noise to find the smallest count"
 
 
@@ -126,11 +124,11 @@ class DPEM(extend.Driver):
         self, structure: extend.Records, rng_key: Array, call: extend.Call
     ) -> extend.Prepared:
         """Reads no record."""
-        shape, _ = structure.layout.shapes[0]
-        number, each = self.num_components, self.init_scale**2 * jnp.eye(*shape)
+        (size,), _ = structure.layout.shapes[0]
+        number, each = self.num_components, self.init_scale**2 * jnp.eye(size)
         params = {
             "probs": jnp.full(number, 1 / number),
-            "means": self.init_scale * jax.random.normal(rng_key, (number, *shape)),
+            "means": self.init_scale * jax.random.normal(rng_key, (number, size)),
             "covariances": jnp.tile(each, (number, 1, 1)),
         }
         if call.init_params is not None:

@@ -33,8 +33,6 @@ from numpyro_dp.extend import RecordsProblem, own_constants
 from numpyro_dp.methods.normal import inverse_and_log_det
 from numpyro_dp.methods.shared import schedule
 
-__all__ = ["MStep", "expected_statistics"]
-
 Params = dict[str, Array]
 _Components = tuple[Array, Array, Array]  # means, inverse covariances, logarithms of weights
 

@@ -19,8 +19,6 @@ from numpyro_dp.methods.ep.stochastic_ep import Damped, stochastic_ep
 from numpyro_dp.posterior import Finding, Posterior
 from numpyro_dp.samplers import FullBatch
 
-__all__ = ["DPSEP", "SEP"]
-
 _INDEPENDENT = "DPSEP adds up the variances of independent noise to find what of a precision counts"
 _APART = (
     "The family has no precisions between latents, so the posterior takes them as independent "

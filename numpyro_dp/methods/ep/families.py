@@ -19,7 +19,7 @@ Reference:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -31,21 +31,6 @@ from jaxtyping import Bool, Float
 
 from numpyro_dp.extend import check_int
 from numpyro_dp.methods.normal import inverse_and_log_det
-
-__all__ = [
-    "Family",
-    "Natural",
-    "beta",
-    "diagonal_normal",
-    "dirichlet",
-    "divide",
-    "gamma",
-    "multiply",
-    "normal",
-    "power",
-    "product",
-    "sample",
-]
 
 Natural = dict[str, Array]
 Number = float | Float[Array, ""]
@@ -346,7 +331,7 @@ def _positive(
     shape: tuple[int, ...],
     kind: Any,
     attributes: dict[str, str],
-    statistics: dict[str, Callable[[Array], Array]],
+    statistics: Mapping[str, Callable[[Array], Array]],
     *special: Any,
 ) -> Family:
     """A family with positive parameters, of which shapes and concentrations count minus 1.

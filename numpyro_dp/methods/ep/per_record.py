@@ -28,8 +28,6 @@ from numpyro_dp.methods.ep.problem import EPProblem, PosteriorGuide
 from numpyro_dp.methods.normal import cavity_of, centre
 from numpyro_dp.methods.shared import SensitiveEPResult, SensitiveSites, equal_sites
 
-__all__ = ["EP"]
-
 # Posterior, site, key and row of a record -> its new site.
 _Refine = Callable[[Natural, Natural, Array, PyTree], Natural]
 

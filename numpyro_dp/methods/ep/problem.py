@@ -27,16 +27,6 @@ from numpyro_dp.extend import Model, ModelStructure, Records, UnsupportedModelEr
 from numpyro_dp.methods.ep.families import Family, Natural, product
 from numpyro_dp.methods.shared import checked_start
 
-__all__ = [
-    "EPProblem",
-    "Latents",
-    "PosteriorGuide",
-    "Site",
-    "SiteBuilder",
-    "check_conjugate",
-    "make_problem",
-]
-
 _TOLERANCE = 1e-3
 _PREFIX = "auto_"
 

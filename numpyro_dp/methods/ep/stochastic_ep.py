@@ -62,8 +62,6 @@ from numpyro_dp.methods.ep.problem import EPProblem, Site
 from numpyro_dp.methods.normal import cavity_of, centre, counted_share, shrunk
 from numpyro_dp.methods.shared import schedule
 
-__all__ = ["Damped", "SiteMove", "stochastic_ep"]
-
 _COUNTS_HALF = 2.0  # a value of that many standard deviations of its noise counts half
 
 

@@ -20,8 +20,6 @@ from numpyro_dp.methods.langevin.kernels import POINT_SUFFIX, SGLD, LangevinStep
 from numpyro_dp.methods.langevin.mixing import draws_of_chains, mixing_of
 from numpyro_dp.posterior import Finding, Posterior
 
-__all__ = ["DPMCMC"]
-
 _SLACK = 1e-5  # noise multipliers are rounded up to float32
 _REMEDY = (
     "A larger epsilon or more records help, more steps within one budget hardly do. DPLaplace and "

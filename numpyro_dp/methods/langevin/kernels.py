@@ -59,8 +59,6 @@ from numpyro.infer import init_to_median
 from numpyro_dp.core import Estimator, Number, PyTree, Released
 from numpyro_dp.extend import centred_if_possible, check_real
 
-__all__ = ["SGHMC", "SGLD", "LangevinSteps", "PreconditionedSGLD", "Score", "langevin"]
-
 POINT_SUFFIX = "_auto_loc"  # NumPyro's suffix of the parameters of AutoDelta
 _LARGEST = 1e12
 

@@ -21,8 +21,6 @@ from numpyro.diagnostics import effective_sample_size, split_gelman_rubin
 
 from numpyro_dp.extend import prior_of
 
-__all__ = ["Mixing", "draws_of_chains", "mixing_of"]
-
 # From here on, nominal 90 % intervals of simulated logistic regressions hold the truth as often as
 # they say (docs/benchmarks/believe.md). Below, they hold it in 15 to 75 % of cases.
 _LARGEST_RHAT, _FEWEST = 1.3, 7

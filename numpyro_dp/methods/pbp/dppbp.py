@@ -19,8 +19,6 @@ from numpyro_dp.methods.pbp.network_sites import NetworkSteps, network_ep
 from numpyro_dp.methods.shared import checked_start
 from numpyro_dp.posterior import Posterior
 
-__all__ = ["DPPBP"]
-
 _INDEPENDENT = "DPPBP adds up the variances of independent noise to find what of a precision counts"
 _START = 100.0  # initial precision of the weights: small variances keep the initial means distinct
 

@@ -18,8 +18,6 @@ from jaxtyping import Float
 from numpyro_dp.extend import check_int, check_real
 from numpyro_dp.methods.pbp.network_moments import Layers, layout_of, output_moments
 
-__all__ = ["NetworkGuide", "RegressionNetwork", "natural_of"]
-
 Params = dict[str, Array]
 
 

@@ -38,8 +38,6 @@ from jax import Array
 from numpyro_dp.methods.pbp.model import RegressionNetwork
 from numpyro_dp.methods.pbp.network_moments import output_moments
 
-__all__ = ["Curvature", "network_curvature"]
-
 _INVENTED = 1000  # inputs
 _EXACT = jax.lax.Precision.HIGHEST  # by default, accelerators round products to ten bits
 

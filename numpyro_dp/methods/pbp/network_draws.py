@@ -35,8 +35,6 @@ from numpyro_dp.methods.pbp.model import RegressionNetwork
 from numpyro_dp.methods.pbp.network_curvature import network_curvature
 from numpyro_dp.methods.pbp.network_sites import NetworkStepsState
 
-__all__ = ["network_draws"]
-
 _SEEN = 3.0  # standard errors above which a released precision is more than its noise
 
 

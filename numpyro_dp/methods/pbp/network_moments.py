@@ -51,9 +51,6 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-__all__ = ["Layers", "Slopes", "layout_of", "output_moments", "record_slopes"]
-
-
 _Pairs = list[tuple[Array, Array]]
 
 

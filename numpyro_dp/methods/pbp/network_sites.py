@@ -66,8 +66,6 @@ from numpyro_dp.methods.pbp.network_curvature import Curvature, network_curvatur
 from numpyro_dp.methods.pbp.network_moments import Layers, record_slopes
 from numpyro_dp.methods.shared import schedule
 
-__all__ = ["NetworkCavity", "NetworkMove", "NetworkSteps", "network_ep", "network_site"]
-
 _COUNTS_HALF = 2.0  # a precision of that many standard deviations of its noise counts half
 _SMALLEST_NOISE = 1e-4  # smallest noise variance that the records may give
 

@@ -34,8 +34,6 @@ from numpyro_dp.methods.pbp.network_sites import NetworkCavity, network_site
 from numpyro_dp.methods.shared import SensitiveEPResult, SensitiveSites, equal_sites
 from numpyro_dp.samplers import FullBatch
 
-__all__ = ["PBP", "ep_sweep", "start_network_sites"]
-
 _CHUNK = 256  # number of records whose sites are computed at once
 
 Params = dict[str, Array]
@@ -149,8 +147,8 @@ def _filter_sweeps(
         return (params, jnp.zeros_like(drawn), now), params
 
     prior = params["weights_precision"][0]
-    (params, *_), trace = lax.scan(sweep, (params, params["weights_linear"], prior), keys)
-    return params, trace
+    last, trace = lax.scan(sweep, (params, params["weights_linear"], prior), keys)
+    return last[0], trace
 
 
 def _filtered(

@@ -28,8 +28,6 @@ from numpyro_dp._tree import add, select
 from numpyro_dp.core import Estimator, FactoredSignal, Observation, PyTree, Released, Values
 from numpyro_dp.model.variational import VariationalProblem, likelihood_key
 
-__all__ = ["DrawnPublic", "aligned", "observed", "prepare_draw", "pull_back_draw", "slopes"]
-
 _OTHER_DRAWS = 4
 
 
@@ -82,7 +80,10 @@ def aligned() -> Callable[[VariationalProblem], Estimator]:
     """
 
     def build(problem: VariationalProblem) -> Estimator:
-        signal, factored = slopes(problem, lambda public, gradient: gradient[0] | gradient[1])
+        def release(_: DrawnPublic, gradient: tuple[Values, Values]) -> Values:
+            return gradient[0] | gradient[1]
+
+        signal, factored = slopes(problem, release)
 
         def pull_back(public: DrawnPublic, released: Released) -> Values:
             latents = select(released.total, public.latents)

@@ -17,8 +17,6 @@ from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.run.results import MOST_LATENTS
 from numpyro_dp.vi.estimators.aligned import DrawnPublic, aligned
 
-__all__ = ["centred", "centred_if_possible"]
-
 
 def centred(
     estimator: Callable[[VariationalProblem], Estimator],

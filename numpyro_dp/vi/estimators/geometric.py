@@ -47,8 +47,6 @@ from numpyro_dp.vi.estimators.aligned import (
 )
 from numpyro_dp.vi.estimators.vanilla import Chart, parametric
 
-__all__ = ["aligned_natural", "natural", "preconditioned"]
-
 
 def preconditioned() -> Callable[[VariationalProblem], Estimator]:
     r"""The estimator that clips the gradient with respect to the constrained parameters.

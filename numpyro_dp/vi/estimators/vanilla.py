@@ -30,8 +30,6 @@ from numpyro_dp.vi.estimators.aligned import (
     slopes,
 )
 
-__all__ = ["Chart", "parametric", "vanilla"]
-
 
 def vanilla() -> Callable[[VariationalProblem], Estimator]:
     r"""The estimator of the first DPVI, which clips the gradient of all variational parameters.

@@ -25,8 +25,6 @@ from numpyro_dp.methods.ep.families import sample
 from numpyro_dp.methods.ep.problem import EPProblem, Site, SiteBuilder
 from numpyro_dp.methods.normal import Cavity, cavity_of, site_from_slopes
 
-__all__ = ["evidence", "importance"]
-
 
 def evidence(log_evidence: Callable[..., Array]) -> SiteBuilder:
     r"""Sites by the derivatives of a closed form of log Z.

@@ -23,8 +23,6 @@ from numpyro_dp.methods.ep.families import sample
 from numpyro_dp.methods.ep.problem import EPProblem, Site, SiteBuilder
 from numpyro_dp.methods.normal import cavity_of
 
-__all__ = ["conjugate", "holds", "is_conjugate"]
-
 _TOLERANCE = 1e-3
 
 

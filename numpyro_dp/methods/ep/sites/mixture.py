@@ -32,8 +32,6 @@ from numpyro_dp.methods.ep.problem import EPProblem, Site, SiteBuilder
 from numpyro_dp.methods.normal import Cavity, cavity_of, inverse_and_log_det, site_from_slopes
 from numpyro_dp.methods.shared import check_probs
 
-__all__ = ["normal_mixture"]
-
 _TOLERANCE = 1e-3
 _LARGEST = 1e12  # the square of much larger scales is infinite
 

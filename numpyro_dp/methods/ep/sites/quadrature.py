@@ -35,8 +35,6 @@ from numpyro_dp.methods.ep.problem import EPProblem, Site, SiteBuilder
 from numpyro_dp.methods.ep.sites.conjugate import holds
 from numpyro_dp.methods.normal import Cavity, cavity_of, site_along
 
-__all__ = ["is_linear", "quadrature", "tilted_slopes"]
-
 _TOLERANCE = 1e-3
 _CLIMBS = 4
 _SHARES, _WIDTHS = own_constants(
