@@ -50,16 +50,7 @@ FACES = {
     "plots",
     "samplers",
 }  # names of other rooms
-NUMPYRO = {
-    "_compat",
-    "model",
-    "run",
-    "vi",
-    "methods",
-    "posterior",
-    "laplace",
-    "fit",
-}
+NUMPYRO = {"_compat", "model", "run", "vi", "methods", "posterior", "laplace", "fit"}
 # Not below each other although their floors would let them.
 FORBIDDEN = {("vi.estimators", "privacy")}
 

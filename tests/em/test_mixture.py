@@ -69,8 +69,7 @@ def apart(found, expected):
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    "family",
-    [pytest.param(normal, marks=pytest.mark.extended), diagonal_normal],
+    "family", [pytest.param(normal, marks=pytest.mark.extended), diagonal_normal]
 )
 def test_sites_are_those_of_the_closed_form_of_the_evidence(family):
     """Differentiated automatically, of a cavity whose components are correlated."""
@@ -278,10 +277,7 @@ def test_wrong_arguments_of_expectation_maximisation(options, data, error, messa
     [
         ({"means": np.zeros(3)}, "init_params with shapes among"),
         ({"means": np.full((2, 2), np.nan)}, "finite"),
-        (
-            {"covariances": np.stack([np.eye(2), -np.eye(2)])},
-            "not symmetric, or not positive",
-        ),
+        ({"covariances": np.stack([np.eye(2), -np.eye(2)])}, "not symmetric, or not positive"),
         ({"covariances": np.tile([[1.0, 0.5], [0.0, 1.0]], (2, 1, 1))}, "symmetric"),
         ({"probs": np.ones(2)}, "add up to 1"),
     ],

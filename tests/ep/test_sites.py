@@ -9,14 +9,7 @@ import pytest
 from scipy import stats
 
 from numpyro_dp import UnsupportedModelError
-from numpyro_dp.methods.ep.families import (
-    beta,
-    diagonal_normal,
-    dirichlet,
-    gamma,
-    normal,
-    product,
-)
+from numpyro_dp.methods.ep.families import beta, diagonal_normal, dirichlet, gamma, normal, product
 from numpyro_dp.methods.ep.problem import check_conjugate, make_problem
 from numpyro_dp.methods.ep.sites import choose_site, conjugate, evidence, importance, quadrature
 from numpyro_dp.methods.ep.sites.quadrature import tilted_slopes

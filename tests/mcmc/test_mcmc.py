@@ -114,8 +114,7 @@ def test_draws_fill_what_the_privacy_noise_leaves():
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "batch",
-    [pytest.param(FullBatch(), id="full", marks=pytest.mark.extended), Poisson(0.2)],
+    "batch", [pytest.param(FullBatch(), id="full", marks=pytest.mark.extended), Poisson(0.2)]
 )
 def test_theorem_1(batch):
     x = records()

@@ -148,8 +148,7 @@ def reparametrised(x, y):
         scale = numpyro.sample("scale", dist.HalfCauchy(1))
         w = numpyro.sample("w", dist.Normal(0, scale).expand([D]).to_event(1))
         s = numpyro.sample(
-            "s",
-            dist.TransformedDistribution(dist.Normal(0, 1), dist.transforms.ExpTransform()),
+            "s", dist.TransformedDistribution(dist.Normal(0, 1), dist.transforms.ExpTransform())
         )
     with numpyro.plate("records", x.shape[0]):
         numpyro.sample("y", dist.Normal(x @ w, s), obs=y)

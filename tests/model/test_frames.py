@@ -10,14 +10,7 @@ import numpyro.distributions as dist
 import pytest
 from flat import grouped
 
-from numpyro_dp import (
-    DPLaplace,
-    PrivacyBudget,
-    check_records,
-    design,
-    fit,
-    summarize_columns,
-)
+from numpyro_dp import DPLaplace, PrivacyBudget, check_records, design, fit, summarize_columns
 from numpyro_dp.model.frames import as_arrays
 
 pd = pytest.importorskip("pandas")

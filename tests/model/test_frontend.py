@@ -223,11 +223,7 @@ def _settings():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-SLOW = {
-    "AutoGuideList",
-    "AutoMultivariateNormal, reparam",
-    "hand-written, constrained",
-}
+SLOW = {"AutoGuideList", "AutoMultivariateNormal, reparam", "hand-written, constrained"}
 EXTENDED = {
     "AutoDelta, supports",
     "AutoGuideList",

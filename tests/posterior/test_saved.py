@@ -343,13 +343,7 @@ def rewrite(old, new, changes=(), arrays=(), honest=True):
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"method": ...},
-        {"method": 3},
-        {"notes": None},
-        {"privacy": ...},
-        {"findings": [["one"]]},
-    ],
+    [{"method": ...}, {"method": 3}, {"notes": None}, {"privacy": ...}, {"findings": [["one"]]}],
 )
 @pytest.mark.every_case
 def test_files_that_make_no_sense_are_refused(saved, tmp_path, changes):

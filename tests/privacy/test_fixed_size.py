@@ -108,9 +108,7 @@ def test_shortfall_bound(size, number):
 def test_shortfall_is_masked(monkeypatch):
     # A size of its own: what is compiled for other sizes is not compiled again.
     monkeypatch.setattr(
-        _batches,
-        "distinct_plan",
-        lambda *_: _batches.DistinctPlan(draws=4, shortfall=0.4),
+        _batches, "distinct_plan", lambda *_: _batches.DistinctPlan(draws=4, shortfall=0.4)
     )
     indices, mask = batches(FixedSize(4), 16, 20_000)
     counts = membership(indices, mask, 16).sum(1)

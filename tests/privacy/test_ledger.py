@@ -338,10 +338,7 @@ def test_damage_stops_all_runs(file, change):
     with table(file) as found:
         ((text,),) = found.execute("SELECT spending FROM runs")
         found.execute("UPDATE runs SET spending = ?", [json.dumps(json.loads(text) | change)])
-    for call in (
-        lambda: ledger.charge(spending("d"), purpose="one"),
-        lambda: Ledger(file, TOTAL),
-    ):
+    for call in (lambda: ledger.charge(spending("d"), purpose="one"), lambda: Ledger(file, TOTAL)):
         with pytest.raises(LedgerError, match="damaged"):
             call()
 

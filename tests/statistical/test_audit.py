@@ -82,8 +82,7 @@ def attacked(name, draws):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.extended) if n in EXTENDED else n for n in SETTINGS],
+    "name", [pytest.param(n, marks=pytest.mark.extended) if n in EXTENDED else n for n in SETTINGS]
 )
 def test_one_step_is_as_private_as_claimed_and_no_more(name):
     found = attacked(name, DRAWS)
@@ -93,8 +92,7 @@ def test_one_step_is_as_private_as_claimed_and_no_more(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    [n if n == USUAL else pytest.param(n, marks=pytest.mark.extended) for n in SETTINGS],
+    "name", [n if n == USUAL else pytest.param(n, marks=pytest.mark.extended) for n in SETTINGS]
 )
 def test_the_audit_finds_too_little_noise(name, monkeypatch):
     usual = gaussian.spacing_of

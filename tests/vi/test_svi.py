@@ -90,11 +90,7 @@ def test_the_report_says_what_was_spent(result: Any) -> None:
     privacy = result.privacy
     assert isinstance(privacy, PrivacyReport)
     assert 0.95 * 2 < privacy.epsilon <= 2.0
-    assert (privacy.delta, privacy.relation, privacy.num_steps) == (
-        1e-5,
-        "add_or_remove_one",
-        60,
-    )
+    assert (privacy.delta, privacy.relation, privacy.num_steps) == (1e-5, "add_or_remove_one", 60)
     assert privacy.accountant
     assert privacy.event.count == 60
     assert privacy.event.event.sampling_probability == 0.2
