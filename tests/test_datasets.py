@@ -47,14 +47,11 @@ def test_adult_public_design_reads_no_statistic_from_the_records(monkeypatch):
     np.testing.assert_array_equal(part.X_train, whole.X_train[first : first + len(part.X_train)])
 
 
-@pytest.mark.parametrize(
-    ("load", "name", "shape", "splits"),
-    [
-        (datasets.load_kin8nm, "kin8nm", (8192, 8), 20),
-        (datasets.load_power_plant, "power-plant", (9568, 4), 20),
-        (datasets.load_protein, "protein", (45730, 9), 5),
-    ],
-)
+@pytest.mark.parametrize(("load", "name", "shape", "splits"), [
+    (datasets.load_kin8nm, "kin8nm", (8192, 8), 20),
+    (datasets.load_power_plant, "power-plant", (9568, 4), 20),
+    (datasets.load_protein, "protein", (45730, 9), 5),
+])  # fmt: skip
 def test_regression_sets_have_the_published_splits(load, name, shape, splits):
     with pytest.raises(ValueError, match=rf"in \[0, {splits - 1}\], got split={splits}"):
         load(splits)
@@ -68,14 +65,11 @@ def test_regression_sets_have_the_published_splits(load, name, shape, splits):
             np.testing.assert_array_equal(X, stored["X"][stored[f"{part}_idx_{split}"]])
 
 
-@pytest.mark.parametrize(
-    ("load", "name", "shape", "total", "groups"),
-    [
-        (datasets.load_contraception, "contraception", (1934, 5), 759, 60),
-        (datasets.load_doctor_visits, "doctor_visits", (5190, 11), 1566, None),
-        (datasets.load_rwm5yr, "rwm5yr", (19609, 12), 62282, 6127),
-    ],
-)
+@pytest.mark.parametrize(("load", "name", "shape", "total", "groups"), [
+    (datasets.load_contraception, "contraception", (1934, 5), 759, 60),
+    (datasets.load_doctor_visits, "doctor_visits", (5190, 11), 1566, None),
+    (datasets.load_rwm5yr, "rwm5yr", (19609, 12), 62282, 6127),
+])  # fmt: skip
 def test_tables_have_the_known_counts(load, name, shape, total, groups):
     need(name)
     data = load()

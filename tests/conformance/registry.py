@@ -36,20 +36,9 @@ from numpyro_dp.samplers import FixedSize, FullBatch, Permutation, Poisson
 from . import references
 
 __all__ = [
-    "ACCOUNTANTS",
-    "ALL_IN_FULL",
-    "DRIVERS",
-    "ESTIMATORS",
-    "FOLDS",
-    "MECHANISMS",
-    "SAMPLERS",
-    "EstimatorRow",
-    "by_row",
-    "example",
-    "pairs_to_run",
-    "rows_to_run",
-    "x64",
-]
+    "ACCOUNTANTS", "ALL_IN_FULL", "DRIVERS", "ESTIMATORS", "FOLDS", "MECHANISMS", "SAMPLERS",
+    "EstimatorRow", "by_row", "example", "pairs_to_run", "rows_to_run", "x64",
+]  # fmt: skip
 
 
 @functools.cache
@@ -250,16 +239,11 @@ DRIVERS: tuple[DriverRow, ...] = (
         "mean",
         lacks=frozenset(),
     ),
-    DriverRow(
-        "DPLaplace", lambda model, **settings: DPLaplace(model, **grouped(**settings)), "score",
-        lacks=LOSSES | {"clip_norm", "mechanism", "num_steps", "sampler"},
-        run=_draws_of, num_steps=20, begin=_first_stage,
-    ),
-    DriverRow(
-        "DPSEP", lambda model, **settings: DPSEP(model, **grouped(**settings)), "linear",
-        lacks=LOSSES,
-        refuses={"correlated": "DPSEP adds up the variances of independent noise"},
-    ),
+    DriverRow("DPLaplace", lambda model, **settings: DPLaplace(model, **grouped(**settings)),
+        "score", lacks=LOSSES | {"clip_norm", "mechanism", "num_steps", "sampler"}, run=_draws_of,
+        num_steps=20, begin=_first_stage),
+    DriverRow("DPSEP", lambda model, **settings: DPSEP(model, **grouped(**settings)), "linear",
+        lacks=LOSSES, refuses={"correlated": "DPSEP adds up the variances of independent noise"}),
     DriverRow(
         "DPMCMC",
         lambda model, **settings: DPMCMC(SGLD(model), **grouped(num_warmup=2, num_samples=6,
@@ -272,16 +256,11 @@ DRIVERS: tuple[DriverRow, ...] = (
         lacks=LOSSES | {"num_steps"}, run=_samples_of,
         begin=lambda driver, data: (driver._driver, driver._driver.init(KEY, *data)),
     ),
-    DriverRow(
-        "DPEM", lambda _, **settings: DPEM(2, **grouped(**settings)), "counts", 2,
-        refuses={"correlated": "DPEM adds up the variances of independent noise"},
-    ),
-    DriverRow(
-        "DPPBP", lambda _, **settings: DPPBP(RegressionNetwork((2,)), **grouped(**settings)),
-        "linear",
-        2, True,
-        refuses={"correlated": "DPPBP adds up the variances of independent noise"},
-    ),
+    DriverRow("DPEM", lambda _, **settings: DPEM(2, **grouped(**settings)), "counts", 2,
+        refuses={"correlated": "DPEM adds up the variances of independent noise"}),
+    DriverRow("DPPBP", lambda _, **settings: DPPBP(RegressionNetwork((2,)), **grouped(**settings)),
+        "linear", 2, True,
+        refuses={"correlated": "DPPBP adds up the variances of independent noise"}),
 )  # fmt: skip
 
 

@@ -117,19 +117,13 @@ def test_methods_import_public_names_only():
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from numpyro_dp.run.driver import Driver",
-        "from numpyro_dp._validate import check_int",
-        "from numpyro_dp.posterior.diagnosis import Finding",
-        "from numpyro_dp.posterior import diagnosis",
-        "from numpyro_dp.methods.pbp.dppbp import DPPBP",
-        "from numpyro_dp import run",
-        "import numpyro_dp.run.step",
-        "from ...run import step",
-    ],
-)
+@pytest.mark.parametrize("source", [
+    "from numpyro_dp.run.driver import Driver", "from numpyro_dp._validate import check_int",
+    "from numpyro_dp.posterior.diagnosis import Finding",
+    "from numpyro_dp.posterior import diagnosis",
+    "from numpyro_dp.methods.pbp.dppbp import DPPBP",
+    "from numpyro_dp import run", "import numpyro_dp.run.step", "from ...run import step",
+])  # fmt: skip
 def test_the_walk_sees_what_is_not_public(source):
     assert len(not_public(source, ("methods", "ep"))) == 1
 
@@ -180,20 +174,17 @@ def test_private_names_of_jax_and_numpyro_stand_in_one_file():
             assert [line for line in found if '"' not in line] == [], path.name
 
 
-@pytest.mark.parametrize(
-    ("name", "source"),
-    [
-        ("privacy", "from numpyro_dp.vi.estimators import aligned"),
-        ("privacy", "from ..vi.estimators.aligned import aligned"),
-        ("privacy", "def f():\n    import numpyro_dp.run.step"),
-        ("privacy", "from numpyro_dp import run"),
-        ("vi.estimators", "from numpyro_dp.privacy.mechanism import gaussian"),
-        ("model", "from numpyro_dp.privacy.keys import secret_key"),
-        ("sums", "from numpyro.infer import SVI"),
-        ("core", "import numpyro_dp.privacy.plan"),
-        ("run", "from numpyro_dp.new_module import thing"),
-    ],
-)
+@pytest.mark.parametrize(("name", "source"), [
+    ("privacy", "from numpyro_dp.vi.estimators import aligned"),
+    ("privacy", "from ..vi.estimators.aligned import aligned"),
+    ("privacy", "def f():\n    import numpyro_dp.run.step"),
+    ("privacy", "from numpyro_dp import run"),
+    ("vi.estimators", "from numpyro_dp.privacy.mechanism import gaussian"),
+    ("model", "from numpyro_dp.privacy.keys import secret_key"),
+    ("sums", "from numpyro.infer import SVI"),
+    ("core", "import numpyro_dp.privacy.plan"),
+    ("run", "from numpyro_dp.new_module import thing"),
+])  # fmt: skip
 def test_the_walk_sees_what_is_forbidden(name, source):
     rooms = name.split(".")
     assert len(violations(rooms[0], source, ["numpyro_dp", *rooms])) == 1

@@ -107,16 +107,13 @@ def test_sites_are_those_of_the_closed_form_of_the_evidence(family):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("site", "message"),
-    [
-        (normal_mixture(first, 0.6, PROBS), "scale 0.6"),
-        (normal_mixture(first, 0.7), "weights"),
-        (normal_mixture(first, 0.7, [0.5, 0.31, 0.19]), "weights"),
-        (normal_mixture(first, 0.7, [0.5, 0.5]), "probs of 3"),
-        (normal_mixture(lambda x: jnp.ones(4), 0.7), "multiple of 4"),
-    ],
-)
+@pytest.mark.parametrize(("site", "message"), [
+    (normal_mixture(first, 0.6, PROBS), "scale 0.6"),
+    (normal_mixture(first, 0.7), "weights"),
+    (normal_mixture(first, 0.7, [0.5, 0.31, 0.19]), "weights"),
+    (normal_mixture(first, 0.7, [0.5, 0.5]), "probs of 3"),
+    (normal_mixture(lambda x: jnp.ones(4), 0.7), "multiple of 4"),
+])  # fmt: skip
 def test_what_is_declared_of_a_mixture_is_checked_on_invented_records(site, message):
     x = np.zeros((5, 2), np.float32)
     with pytest.raises(UnsupportedModelError, match=message):
@@ -250,38 +247,32 @@ def test_a_private_mixture_is_one_however_large_the_noise():
     assert np.asarray(trace["probs"]).min() > 0
 
 
-@pytest.mark.parametrize(
-    ("options", "data", "error", "message"),
-    [
-        ({"num_components": 0}, None, ValueError, "num_components"),
-        ({"scale": 0.0}, None, ValueError, "scale"),
-        ({"probs": [0.5, 0.6]}, None, ValueError, "add up to 1"),
-        ({"damping": 0.0}, None, ValueError, "damping"),
-        ({"init_scale": -1.0}, None, ValueError, "init_scale"),
-        ({"smallest_variance": 0.0}, None, ValueError, "smallest_variance"),
-        ({"clip_norm": {"sums": 1.0}}, np.ones((5, 2)), ValueError, "clip_norm"),
-        ({}, np.ones(5), ValueError, "shape"),
-        ({}, np.ones((5, 2), complex), ValueError, "real"),
-        ({}, [[1.0, 2.0]], TypeError, "one array"),
-        ({"probs": "even"}, None, ValueError, "add up to 1"),
-    ],
-)
+@pytest.mark.parametrize(("options", "data", "error", "message"), [
+    ({"num_components": 0}, None, ValueError, "num_components"),
+    ({"scale": 0.0}, None, ValueError, "scale"),
+    ({"probs": [0.5, 0.6]}, None, ValueError, "add up to 1"),
+    ({"damping": 0.0}, None, ValueError, "damping"),
+    ({"init_scale": -1.0}, None, ValueError, "init_scale"),
+    ({"smallest_variance": 0.0}, None, ValueError, "smallest_variance"),
+    ({"clip_norm": {"sums": 1.0}}, np.ones((5, 2)), ValueError, "clip_norm"),
+    ({}, np.ones(5), ValueError, "shape"),
+    ({}, np.ones((5, 2), complex), ValueError, "real"),
+    ({}, [[1.0, 2.0]], TypeError, "one array"),
+    ({"probs": "even"}, None, ValueError, "add up to 1"),
+])  # fmt: skip
 def test_wrong_arguments_of_expectation_maximisation(options, data, error, message):
     usual = {"num_components": 2, "clip_norm": 1.0, "sampler": FullBatch(), "budget": BUDGET}
     with pytest.raises(error, match=message):
         DPEM(**grouped(**usual | options)).run(KEY, 2, data)
 
 
-@pytest.mark.parametrize(
-    ("begin", "message"),
-    [
-        ({"means": np.zeros(3)}, "init_params with shapes among"),
-        ({"means": np.full((2, 2), np.nan)}, "finite"),
-        ({"covariances": np.stack([np.eye(2), -np.eye(2)])}, "not symmetric, or not positive"),
-        ({"covariances": np.tile([[1.0, 0.5], [0.0, 1.0]], (2, 1, 1))}, "symmetric"),
-        ({"probs": np.ones(2)}, "add up to 1"),
-    ],
-)
+@pytest.mark.parametrize(("begin", "message"), [
+    ({"means": np.zeros(3)}, "init_params with shapes among"),
+    ({"means": np.full((2, 2), np.nan)}, "finite"),
+    ({"covariances": np.stack([np.eye(2), -np.eye(2)])}, "not symmetric, or not positive"),
+    ({"covariances": np.tile([[1.0, 0.5], [0.0, 1.0]], (2, 1, 1))}, "symmetric"),
+    ({"probs": np.ones(2)}, "add up to 1"),
+])  # fmt: skip
 def test_wrong_starts_of_expectation_maximisation(begin, message):
     em = DPEM(2, clip_norm=1.0, sampler=FullBatch(), budget=BUDGET, num_steps=2)
     with pytest.raises(ValueError, match=message):

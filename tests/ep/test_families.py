@@ -234,38 +234,32 @@ def test_usual_spellings_are_the_same_member():
     close(exponential, {"log": jnp.zeros(2), "rate": jnp.full(2, 3.0)}, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("family", "given", "error", "words"),
-    [
-        ("normal", dist.Gamma(1.0, 1.0), TypeError, "MultivariateNormal, Normal.*got Gamma"),
-        ("normal", dist.Delta(jnp.zeros(3)), TypeError, "got Delta"),
-        ("normal", dist.Normal(0.0, 1.0), ValueError, r"shape \(3,\), got shape \(\)"),
-        ("diagonal_normal", dist.MultivariateNormal(jnp.zeros(3), jnp.eye(3)), TypeError, "Normal"),
-        ("gamma", dist.LogNormal(0.0, 1.0), TypeError, "Gamma, Exponential.*got LogNormal"),
-        ("gamma", dist.Gamma(1.0, 1.0).expand([2]), ValueError, r"shape \(\), got shape \(2,\)"),
-        ("beta", dist.Uniform(0.0, 1.0).expand([2]), TypeError, "Beta.*got Uniform"),
-        ("dirichlet", dist.Dirichlet(jnp.ones(3)), ValueError, r"shape \(4,\), got shape \(3,\)"),
-        ("gamma", 1.0, TypeError, "Gamma.*got float"),
-    ],
-)
+@pytest.mark.parametrize(("family", "given", "error", "words"), [
+    ("normal", dist.Gamma(1.0, 1.0), TypeError, "MultivariateNormal, Normal.*got Gamma"),
+    ("normal", dist.Delta(jnp.zeros(3)), TypeError, "got Delta"),
+    ("normal", dist.Normal(0.0, 1.0), ValueError, r"shape \(3,\), got shape \(\)"),
+    ("diagonal_normal", dist.MultivariateNormal(jnp.zeros(3), jnp.eye(3)), TypeError, "Normal"),
+    ("gamma", dist.LogNormal(0.0, 1.0), TypeError, "Gamma, Exponential.*got LogNormal"),
+    ("gamma", dist.Gamma(1.0, 1.0).expand([2]), ValueError, r"shape \(\), got shape \(2,\)"),
+    ("beta", dist.Uniform(0.0, 1.0).expand([2]), TypeError, "Beta.*got Uniform"),
+    ("dirichlet", dist.Dirichlet(jnp.ones(3)), ValueError, r"shape \(4,\), got shape \(3,\)"),
+    ("gamma", 1.0, TypeError, "Gamma.*got float"),
+])  # fmt: skip
 def test_other_distributions_are_refused(family, given, error, words):
     with pytest.raises(error, match=words):
         make(family).from_dist(given)
 
 
-@pytest.mark.parametrize(
-    ("build", "error", "words"),
-    [
-        (lambda: ep.normal(0), ValueError, "dim=0"),
-        (lambda: ep.diagonal_normal(2.0), TypeError, "dim=2.0"),
-        (lambda: ep.normal(True), TypeError, "dim=True"),
-        (lambda: ep.dirichlet(1), ValueError, "size=1"),
-        (lambda: ep.gamma(3), TypeError, "shape=3"),
-        (lambda: ep.beta((2, 0)), ValueError, "size=0"),
-        (ep.product, ValueError, "needs at least one site"),
-        (lambda: ep.product(z=ep.normal), TypeError, "Family for site 'z'"),
-    ],
-)
+@pytest.mark.parametrize(("build", "error", "words"), [
+    (lambda: ep.normal(0), ValueError, "dim=0"),
+    (lambda: ep.diagonal_normal(2.0), TypeError, "dim=2.0"),
+    (lambda: ep.normal(True), TypeError, "dim=True"),
+    (lambda: ep.dirichlet(1), ValueError, "size=1"),
+    (lambda: ep.gamma(3), TypeError, "shape=3"),
+    (lambda: ep.beta((2, 0)), ValueError, "size=0"),
+    (ep.product, ValueError, "needs at least one site"),
+    (lambda: ep.product(z=ep.normal), TypeError, "Family for site 'z'"),
+])  # fmt: skip
 def test_constructors_check_their_arguments(build, error, words):
     with pytest.raises(error, match=words):
         build()

@@ -1037,53 +1037,38 @@ SAFE: dict[str, Callable[[], Call]] = {
     ),
     "a_factor_in_the_plate": lambda: delta(factor_in_the_plate, X, Y),
     "a_subsample_by_index": lambda: delta(subsampled_by_index, X, Y),
-    "a_panel_whose_records_are_people": lambda: of_records(
-        (0,), delta(panel(N, 4, -2), PANEL, data_plate="people")
-    ),
-    "a_panel_whose_records_are_times": lambda: of_records(
-        (0,), delta(panel(N, 12, -1), TIME_FIRST, data_plate="time")
-    ),
+    "a_panel_whose_records_are_people": lambda: of_records((0,),
+        delta(panel(N, 4, -2), PANEL, data_plate="people")),
+    "a_panel_whose_records_are_times": lambda: of_records((0,),
+        delta(panel(N, 12, -1), TIME_FIRST, data_plate="time")),
     "a_gram_matrix_by_rows": lambda: delta(kernel_regression, GRAM, Y, data_plate="records"),
-    "a_public_matrix_with_rows_and_columns_of_records": lambda: delta(
-        with_matrix, X, Y, EYE, public=["k"]
-    ),
-    "a_public_table_of_patients": lambda: of_records(
-        (0, 1, 3), delta(visits, X, Y, PATIENTS, PATIENT_OF, public=["patients"])
-    ),
-    "a_public_table_in_a_factor_outside": lambda: delta(
-        with_second_table, X, Y, PATIENTS, public=["other"]
-    ),
-    "a_public_table_observed_outside": lambda: delta(
-        with_earlier, X, Y, LONG[:9], public=["earlier"], data_plate="records"
-    ),
+    "a_public_matrix_with_rows_and_columns_of_records": lambda: delta(with_matrix, X, Y, EYE,
+        public=["k"]),
+    "a_public_table_of_patients": lambda: of_records((0, 1, 3),
+        delta(visits, X, Y, PATIENTS, PATIENT_OF, public=["patients"])),
+    "a_public_table_in_a_factor_outside": lambda: delta(with_second_table, X, Y, PATIENTS,
+        public=["other"]),
+    "a_public_table_observed_outside": lambda: delta(with_earlier, X, Y, LONG[:9],
+        public=["earlier"], data_plate="records"),
     "a_static_table": lambda: delta(with_table, X, Y, table=X.copy()),
     "a_soft_constraint_outside": lambda: delta(
         located(outside=lambda w, *_: numpyro.factor("one", -50 * jnp.square(w.sum() - 1))), X, Y
     ),
-    "a_small_table_looked_up_by_a_column": lambda: of_records(
-        (0, 1, 2), delta(
-            located(lambda x, w, month: x @ w + jnp.asarray(BY_MONTH)[month]), X, Y, ORDER % 12
-        ),
-    ),
-    "several_observed_sites": lambda: of_records(
-        (0, 1, 2), delta(with_two_outcomes, X, Y, LABELS)
-    ),
-    "a_weight_and_a_mask_in_each_record": lambda: of_records(
-        (0, 1, 2, 3), delta(weighted_and_masked, X, Y, np.abs(Y), LABELS > 0)
-    ),
-    "a_dict_of_columns": lambda: of_records(
-        (0,), delta(lambda columns: regression(columns["x"], columns["y"]), COLUMNS)
-    ),
+    "a_small_table_looked_up_by_a_column": lambda: of_records((0, 1, 2),
+        delta(located(lambda x, w, month: x @ w + jnp.asarray(BY_MONTH)[month]), X, Y, ORDER % 12)),
+    "several_observed_sites": lambda: of_records((0, 1, 2), delta(with_two_outcomes, X, Y, LABELS)),
+    "a_weight_and_a_mask_in_each_record": lambda: of_records((0, 1, 2, 3),
+        delta(weighted_and_masked, X, Y, np.abs(Y), LABELS > 0)),
+    "a_dict_of_columns": lambda: of_records((0,),
+        delta(lambda columns: regression(columns["x"], columns["y"]), COLUMNS)),
     "parameters_of_the_model": lambda: svi(optimised, X, Y, guide=lambda x, y=None: None),
     "a_helper_whose_rule_holds_little": lambda: delta(
         located(with_slope(dot, lambda x: x * jnp.asarray([2.0])[0])), X, Y
     ),
-    "a_sampler_with_a_public_table": lambda: of_records(
-        (0, 1, 3), mcmc(SGLD(visits, 1.0), X, Y, PATIENTS, PATIENT_OF, public=["patients"])
-    ),
-    "a_sampler_of_a_panel": lambda: of_records(
-        (0,), mcmc(SGLD(panel(N, 4, -2), 1.0), PANEL, data_plate="people")
-    ),
+    "a_sampler_with_a_public_table": lambda: of_records((0, 1, 3),
+        mcmc(SGLD(visits, 1.0), X, Y, PATIENTS, PATIENT_OF, public=["patients"])),
+    "a_sampler_of_a_panel": lambda: of_records((0,),
+        mcmc(SGLD(panel(N, 4, -2), 1.0), PANEL, data_plate="people")),
     "message_passing_with_a_static_offset": lambda: sep(
         located(lambda x, w, offset: x @ w + jnp.mean(offset), likelihood=bernoulli),
         X, LABELS, offset=np.ones(2, np.float32),

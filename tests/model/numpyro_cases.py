@@ -283,25 +283,20 @@ PLATES = {
     "subsample": Case(of(subsampled)),
     "plate_stack": Case(of(questions, SERIES), ("which plate counts records", "data_plate=")),
     "plate_stack, data_plate=": Case(of(questions, SERIES, data_plate="p_1")),
-    "no plate": Case(
-        of(lambda x, y: numpyro.sample("y", dist.Normal(x @ weights(), 1), obs=y)),
-        ("in no plate", "numpyro.plate"),
-    ),
-    "contrib.control_flow.scan, latents in it": Case(
-        of(series(latents_in_a_scan), SERIES), ("'state'", "jax.lax.scan")
-    ),
-    "contrib.control_flow.scan, the plate in it": Case(
-        of(plate_in_a_scan, SERIES), ("'y'", "whole series")
-    ),
+    "no plate": Case(of(lambda x, y: numpyro.sample("y", dist.Normal(x @ weights(), 1), obs=y)),
+        ("in no plate", "numpyro.plate")),
+    "contrib.control_flow.scan, latents in it": Case(of(series(latents_in_a_scan), SERIES),
+        ("'state'", "jax.lax.scan")),
+    "contrib.control_flow.scan, the plate in it": Case(of(plate_in_a_scan, SERIES),
+        ("'y'", "whole series")),
     "contrib.control_flow.scan, no site in it": Case(of(series(scan_without_sites), SERIES)),
     "jax.lax.scan": Case(of(series(scan_of_jax), SERIES)),
     "jax.lax.scan, of a record's series": Case(of(series(scan_of_a_series), SERIES)),
     "contrib.control_flow.cond, no site in it": Case(of(located(
         lambda x, w: x @ w * control_flow.cond(w[0] > 0, lambda _: 1.0, lambda _: -1.0, None)
     ))),
-    "contrib.control_flow.cond, latents in it": Case(
-        of(cond_with_latents), ("'w'", "cond", "jnp.where")
-    ),
+    "contrib.control_flow.cond, latents in it": Case(of(cond_with_latents),
+        ("'w'", "cond", "jnp.where")),
     "jax.lax.cond, jax.lax.fori_loop, jax.vmap": Case(of(located(loops_of_jax))),
 }  # fmt: skip
 
@@ -363,10 +358,8 @@ def encoder(y):
 PARTS = {
     "factor in the plate": Case(of(factor_in_the_plate)),
     "factor outside, of latents": Case(of(penalised(lambda x, w: -jnp.abs(w).sum()))),
-    "factor outside, of records": Case(
-        of(penalised(lambda x, w: -jnp.square(x @ w).sum())),
-        ("'penalty'", "outside the data plate"),
-    ),
+    "factor outside, of records": Case(of(penalised(lambda x, w: -jnp.square(x @ w).sum())),
+        ("'penalty'", "outside the data plate")),
     "deterministic": Case(of(located(lambda x, w: numpyro.deterministic("eta", x @ w)))),
     "param": Case(of(own_slope)),
     "param of the records": Case(
@@ -374,9 +367,8 @@ PARTS = {
         ("depends on the records",),
     ),
     "prng_key": Case(of(located(key_of_the_model))),
-    "sample(obs_mask=)": Case(
-        of(observed_in_part, X, KNOWN, Y), ("'y_unobserved'", "one parameter per record")
-    ),
+    "sample(obs_mask=)": Case(of(observed_in_part, X, KNOWN, Y),
+        ("'y_unobserved'", "one parameter per record")),
     "distribution.mask": Case(of(masked_distribution, X, KNOWN, Y)),
     "a discrete latent in the plate": Case(of(two_groups, Y)),
     "a discrete latent outside": Case(

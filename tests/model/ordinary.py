@@ -477,12 +477,10 @@ PUBLIC: dict[str, Callable[[], Call]] = {
     "knots_of_a_spline": lambda: svi(
         located(lambda x, w: jax.nn.relu(x[:, :1] - jnp.asarray(KNOTS)) @ w, 8), X, Y
     ),
-    "a_table_by_month": lambda: svi(
-        located(lambda x, w, month: x @ w + jnp.asarray(SINES)[month]), X, Y, MONTH
-    ),
-    "a_seasonal_basis_of_a_column": lambda: svi(
-        model_of(seasonal, site("w", STANDARD, 6)), np.arange(N, dtype=np.float32), Y
-    ),
+    "a_table_by_month": lambda: svi(located(lambda x, w, month: x @ w + jnp.asarray(SINES)[month]),
+        X, Y, MONTH),
+    "a_seasonal_basis_of_a_column": lambda: svi(model_of(seasonal, site("w", STANDARD, 6)),
+        np.arange(N, dtype=np.float32), Y),
     "a_jitted_polynomial": lambda: svi(located(
         jax.jit(lambda x, w: jnp.stack([x[:, 0] ** k for k in range(4)], -1) @ w), 4
     ), X, Y),
@@ -500,9 +498,8 @@ PUBLIC: dict[str, Callable[[], Call]] = {
         public="captured",
     ),
     "a_gaussian_process_by_hilbert_space_bases": lambda: svi(hilbert_space_process, X[:, 0], Y),
-    "a_smoother_with_inducing_points": lambda: svi(
-        model_of(smoother, site("u", STANDARD, 7)), X, Y, public="captured"
-    ),
+    "a_smoother_with_inducing_points": lambda: svi(model_of(smoother, site("u", STANDARD, 7)), X, Y,
+        public="captured"),
     "a_loop_over_small_constants": lambda: svi(located(
         lambda x, w: jax.lax.scan(lambda s, rate: (s * rate + x @ w, None), x @ w, RATES)[0]
     ), X, Y),
@@ -510,27 +507,21 @@ PUBLIC: dict[str, Callable[[], Call]] = {
         located(lambda x, w, scale, shift, degree: (x**degree @ w + shift) / scale),
         X, Y, np.float32(2.0), jnp.asarray(0.5), 1,
     ),
-    "static_keywords_that_are_no_arrays": lambda: svi(
-        with_options, X, Y, link="identity", intercept=True, prior=None, size=2
-    ),
+    "static_keywords_that_are_no_arrays": lambda: svi(with_options, X, Y, link="identity",
+        intercept=True, prior=None, size=2),
     "arguments_that_are_no_arrays": lambda: svi(with_options, X, Y, "identity")._replace(
         kwargs={"intercept": True, "prior": None}
     ),
-    "a_static_table": lambda: svi(
-        located(lambda x, w, table: x @ w + jnp.mean(table)), X, Y,
-        table=np.ones((N, 2), np.float32),
-    ),
+    "a_static_table": lambda: svi(located(lambda x, w, table: x @ w + jnp.mean(table)), X, Y,
+        table=np.ones((N, 2), np.float32)),
     "a_public_table": lambda: svi(visits, X, Y, PATIENTS, PATIENT_OF, public=["patients"]),
     "a_public_table_by_keyword": lambda: svi(visits, X, Y, public=("patients",))._replace(
         kwargs={"patients": PATIENTS, "patient_of": PATIENT_OF}
     ),
-    "public_tables_in_a_dict": lambda: svi(
-        with_tables, X, Y, {"mean": np.zeros(D, np.float32), "sd": np.ones(D, np.float32)},
-        public=["tables"],
-    ),
-    "a_public_table_with_as_many_rows_as_records": lambda: svi(
-        with_grid, X, Y, np.linspace(0, 1, N, dtype=np.float32), public=["grid"]
-    ),
+    "public_tables_in_a_dict": lambda: svi(with_tables, X, Y,
+        {"mean": np.zeros(D, np.float32), "sd": np.ones(D, np.float32)}, public=["tables"]),
+    "a_public_table_with_as_many_rows_as_records": lambda: svi(with_grid, X, Y,
+        np.linspace(0, 1, N, dtype=np.float32), public=["grid"]),
     "a_captured_table_declared_public": lambda: svi(located(
         lambda x, w: jax.jit(lambda x: jnp.interp(x, PAIRS[:, 0], PAIRS[:, 1]))(x) @ w
     ), X, Y, public=[PAIRS]),
@@ -650,9 +641,8 @@ def starting(strategy: Any, guide: Any = AutoNormal) -> Callable[[], Call]:
 
 GUIDES: dict[str, Callable[[], Call]] = {
     "a_full_guide": lambda: svi(regression, X, Y, guide=AutoMultivariateNormal),
-    "a_low_rank_guide": lambda: svi(
-        regression, X, Y, guide=AutoLowRankMultivariateNormal(regression, rank=2)
-    ),
+    "a_low_rank_guide": lambda: svi(regression, X, Y,
+        guide=AutoLowRankMultivariateNormal(regression, rank=2)),
     "a_list_of_guides": lambda: svi(with_intercept, X, Y, guide=two_guides()),
     "a_guide_by_hand": lambda: svi(regression, X, Y, guide=by_hand()),
     "a_guide_by_hand_with_small_constants": lambda: svi(regression, X, Y, guide=by_hand(SHIFT)),
@@ -662,10 +652,8 @@ GUIDES: dict[str, Callable[[], Call]] = {
     "a_start_at_means": starting(init_to_mean, AutoDiagonalNormal),
     "a_start_at_uniform_draws": starting(init_to_uniform(radius=1)),
     "a_start_at_python_numbers": starting(init_to_value(values={"scale": 0.5})),
-    "a_start_at_a_public_array": lambda: svi(
-        regression, X, Y, public=[SHIFT],
-        guide=AutoNormal(regression, init_loc_fn=init_to_value(values={"w": SHIFT})),
-    ),
+    "a_start_at_a_public_array": lambda: svi(regression, X, Y, public=[SHIFT],
+        guide=AutoNormal(regression, init_loc_fn=init_to_value(values={"w": SHIFT}))),
     "a_start_by_init_params": lambda: svi(regression, X, Y)._replace(
         run={"init_params": {"w_auto_loc": jnp.asarray(SHIFT)}}
     ),

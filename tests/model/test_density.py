@@ -213,9 +213,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "scaled by record": lambda: Case(weighted, (_x(), _y(), _y() ** 2)),
     "nested": lambda: Case(nested, (_x(),), data_plate="records"),
     "records in the inner plate": lambda: Case(records_inside, (_x(),), data_plate="records"),
-    "outputs": lambda: Case(
-        nested_plates_share, (_x(), _x()[:, :2]), data_plate="records"
-    ),
+    "outputs": lambda: Case(nested_plates_share, (_x(), _x()[:, :2]), data_plate="records"),
     "named plate": lambda: Case(nested, (_x(),), data_plate="records"),
     "mask handler": lambda: Case(masked, (_y(), _binary() == 1)),
     "masked likelihood": lambda: Case(masked_likelihood, (_y(), _binary() == 1)),
@@ -224,9 +222,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "constrained": lambda: Case(constrained, (_x(), _y())),
     "reparam": lambda: Case(reparametrised, (_x(), _y())),
     "mixture": lambda: Case(mixture, (_y(),)),
-    "pytree": lambda: Case(
-        pytree, ({"design": {"x": _x()}, "y": _binary()},), {"offset": np.float64(0.5)}
-    ),
+    "pytree": lambda: Case(pytree, ({"design": {"x": _x()}, "y": _binary()},),
+        {"offset": np.float64(0.5)}),
     "keyword data": lambda: Case(pytree, (), {"data": {"design": {"x": _x()}, "y": _binary()},
                                               "offset": 0.25}),
     "options": lambda: Case(with_options, (_x(), _y(), "laplace"), {"degree": 2, "missing": None}),

@@ -108,13 +108,10 @@ def gradient(build: Any, problem: Any, params: Any) -> Any:
     return estimator.pull_back(public, Released(total, 0.0))
 
 
-@pytest.mark.parametrize(
-    "guide",
-    [
-        pytest.param(lambda: encoder, id="by hand", marks=pytest.mark.extended),
-        pytest.param(in_two_parts, id="list", marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.parametrize("guide", [
+    pytest.param(lambda: encoder, id="by hand", marks=pytest.mark.extended),
+    pytest.param(in_two_parts, id="list", marks=pytest.mark.extended),
+])  # fmt: skip
 def test_a_record_s_part_is_its_evidence_lower_bound(guide: Any) -> None:
     problem, params = problem_of(decoder, guide())
     assert set(problem.record_params) == {"weight", "slope", "width"}
@@ -369,34 +366,26 @@ def discrete_guide(x):
         numpyro.sample("code", dist.Poisson(jnp.exp(numpyro.param("m", 0.0))))
 
 
-@pytest.mark.parametrize(
-    ("model", "guide", "parts"),
-    [
-        (
-            decoder,
-            AutoNormal,
-            ["'code'", "AutoNormal would hold one parameter per record", "encoder"],
-        ),
-        (scaled, AutoNormal, ["is scaled", "'which'", "numpyro.factor"]),
-        (unlisted, AutoNormal, ["'which' is discrete", "numpyro.factor"]),
-        (too_many_in_plates, AutoNormal, ["8192 combinations", "at most 4096"]),
-        (read_outside, AutoNormal, ["'top'", "outside the data plate", "'code'"]),
-        (decoder, draws_outside_the_plate, ["'code'", "outside plate 'records'"]),
-        (decoder, one_each, ["'rows'", "each of the 40 records"]),
-        (scaled_by_record, AutoNormal, ["is scaled", "numpyro.factor"]),
-        (count_read_outside, AutoNormal, ["'top'", "outside the data plate", "'which'"]),
-        (centred_codes, encoder, ["depends on the number of records", "mixes records"]),
-        (centred_groups, AutoNormal, ["depends on the number of records", "mixes records"]),
-        (impossible, AutoNormal, ["finite gradient", "1e-6"]),
-        (trials_by_record, AutoNormal, ["'hits'", "depends on the records"]),
-        (decoder, holds_records(decoder), ["guide holds an array of shape (40, 3)"]),
-        (decoder, centres, ["'code'", "guide gets at once", "mixes records"]),
-        (decoder, auxiliary, ["'more'", "redraw it"]),
-        (decoder, leaks, ["Guide site 'mean' depends on the records"]),
-        (decoder, discrete_guide, ["'code'", "Poisson", "reparameterised"]),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
+@pytest.mark.parametrize(("model", "guide", "parts"), [
+    (decoder, AutoNormal, ["'code'", "AutoNormal would hold one parameter per record", "encoder"]),
+    (scaled, AutoNormal, ["is scaled", "'which'", "numpyro.factor"]),
+    (unlisted, AutoNormal, ["'which' is discrete", "numpyro.factor"]),
+    (too_many_in_plates, AutoNormal, ["8192 combinations", "at most 4096"]),
+    (read_outside, AutoNormal, ["'top'", "outside the data plate", "'code'"]),
+    (decoder, draws_outside_the_plate, ["'code'", "outside plate 'records'"]),
+    (decoder, one_each, ["'rows'", "each of the 40 records"]),
+    (scaled_by_record, AutoNormal, ["is scaled", "numpyro.factor"]),
+    (count_read_outside, AutoNormal, ["'top'", "outside the data plate", "'which'"]),
+    (centred_codes, encoder, ["depends on the number of records", "mixes records"]),
+    (centred_groups, AutoNormal, ["depends on the number of records", "mixes records"]),
+    (impossible, AutoNormal, ["finite gradient", "1e-6"]),
+    (trials_by_record, AutoNormal, ["'hits'", "depends on the records"]),
+    (decoder, holds_records(decoder), ["guide holds an array of shape (40, 3)"]),
+    (decoder, centres, ["'code'", "guide gets at once", "mixes records"]),
+    (decoder, auxiliary, ["'more'", "redraw it"]),
+    (decoder, leaks, ["Guide site 'mean' depends on the records"]),
+    (decoder, discrete_guide, ["'code'", "Poisson", "reparameterised"]),
+], ids=lambda value: getattr(value, "__name__", ""))  # fmt: skip
 def test_a_record_s_latent_that_cannot_be_private(model: Any, guide: Any, parts: Any) -> None:
     made = guide(model) if isinstance(guide, type) else guide
     with pytest.raises(UnsupportedModelError) as error:

@@ -199,14 +199,10 @@ def test_norms_by_entry_need_not_name_an_entry_without_numbers():
             driver(rest).init(KEY, X, Y)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: flax_module("net", Linen("batch"), **BATCH_STATE),
-        lambda: nnx_module("net", Nnx(nnx.Rngs(0), "batch")),
-    ],
-    ids=["flax", "nnx"],
-)
+@pytest.mark.parametrize("make", [
+    lambda: flax_module("net", Linen("batch"), **BATCH_STATE),
+    lambda: nnx_module("net", Nnx(nnx.Rngs(0), "batch")),
+], ids=["flax", "nnx"])  # fmt: skip
 def test_batch_norm_is_refused_by_name(make):
     with pytest.raises(UnsupportedModelError, match=r"Mutable state at \['net\$state'\]"):
         private(model_of(make)).init(KEY, X, Y)

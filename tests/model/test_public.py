@@ -176,15 +176,9 @@ def test_what_is_ordinary_runs(row: Any) -> None:
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(values))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "a_jitted_helper_standardises",
-        "a_table_of_patients",
-        "a_gram_matrix",
-        "a_start_at_the_means",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "a_jitted_helper_standardises", "a_table_of_patients", "a_gram_matrix", "a_start_at_the_means",
+])  # fmt: skip
 def test_refusals_look_at_no_record(name: str) -> None:
     """Shapes decide: records of NaN give the same message."""
     row = next(row for row in HOSTILE if row.name == name)
@@ -231,15 +225,12 @@ def interpolated(x, w):
 REPORTS: dict[str, tuple[Any, list[tuple[str, tuple[int, ...]]]]] = {
     "records alone": (lambda: svi(regression, X, Y), []),
     "an argument": (lambda: svi(visits, *BY_VISIT, public=["patients"]), [("patients", (25, 2))]),
-    "an argument of DPSEP": (
-        lambda: sep(visits, *BY_VISIT, public=["patients"]), [("patients", (25, 2))]
-    ),
-    "an argument of a sampler": (
-        lambda: mcmc(SGLD(visits, 1e-3), *BY_VISIT, public=["patients"]), [("patients", (25, 2))]
-    ),
-    "an argument with a row for each record": (
-        lambda: delta(with_scale, X, Y, Y + 1, public=["z"]), [("z", (N,))]
-    ),
+    "an argument of DPSEP": (lambda: sep(visits, *BY_VISIT, public=["patients"]),
+        [("patients", (25, 2))]),
+    "an argument of a sampler": (lambda: mcmc(SGLD(visits, 1e-3), *BY_VISIT, public=["patients"]),
+        [("patients", (25, 2))]),
+    "an argument with a row for each record": (lambda: delta(with_scale, X, Y, Y + 1, public=["z"]),
+        [("z", (N,))]),
     "a static keyword, and none that is no array": (
         lambda: svi(
             located(lambda x, w, grid, name: x @ w + jnp.mean(grid)), X, Y, grid=LINE, name="wide"
@@ -251,9 +242,8 @@ REPORTS: dict[str, tuple[Any, list[tuple[str, tuple[int, ...]]]]] = {
             guide=guided(lambda: jnp.asarray(MEANS[:2]).sum()),
         ), [("model", (3,)), ("guide", (2,))],
     ),
-    "what an inner program captures": (
-        lambda: svi(located(interpolated), X, Y), [("model", (12,))]
-    ),
+    "what an inner program captures": (lambda: svi(located(interpolated), X, Y),
+        [("model", (12,))]),
     "a start": (
         lambda: svi(
             regression, X, Y, public=[MEANS],
@@ -271,10 +261,8 @@ REPORTS: dict[str, tuple[Any, list[tuple[str, tuple[int, ...]]]]] = {
             public=[{"first": TABLE, "second": (COLUMN,)}],
         ), [("", (N, D)), ("", (N,))],
     ),
-    "a small statistic": (
-        lambda: svi(located(lambda x, w: x @ jnp.asarray(VARIANCE) @ w), X, Y),
-        [("model", (D, D))],
-    ),
+    "a small statistic": (lambda: svi(located(lambda x, w: x @ jnp.asarray(VARIANCE) @ w), X, Y),
+        [("model", (D, D))]),
 }  # fmt: skip
 RARE = {"an argument of a sampler", "what an inner program captures", "a small statistic"}
 

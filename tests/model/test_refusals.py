@@ -160,30 +160,22 @@ MODELS: dict[str, tuple[Callable[..., Any], list[str]]] = {
         after(lambda w, x, y: numpyro.sample("first", dist.Normal(w[0], 1), obs=y[0])),
         ["'first'", "outside the data plate", "Put it inside numpyro.plate"],
     ),
-    "observed_in_another_plate": (
-        after(observed_columns), ["'mean': ('columns',)", "Put every observed site into one plate"]
-    ),
-    "factor_outside": (
-        after(sum_of_squares), ["'sum_of_squares'", "outside the data plate", "Put it inside"]
-    ),
-    "only_a_factor_outside": (
-        lambda x, y: sum_of_squares(weights(), x, y),
-        ["'sum_of_squares'", "in no plate", "Put it inside numpyro.plate"],
-    ),
-    "data_dependent_prior": (
-        model_of(prior_of(lambda y: dist.Normal(y.mean(), 1))),
-        ["prior of latent site 'w'", "static keywords"],
-    ),
+    "observed_in_another_plate": (after(observed_columns),
+        ["'mean': ('columns',)", "Put every observed site into one plate"]),
+    "factor_outside": (after(sum_of_squares),
+        ["'sum_of_squares'", "outside the data plate", "Put it inside"]),
+    "only_a_factor_outside": (lambda x, y: sum_of_squares(weights(), x, y),
+        ["'sum_of_squares'", "in no plate", "Put it inside numpyro.plate"]),
+    "data_dependent_prior": (model_of(prior_of(lambda y: dist.Normal(y.mean(), 1))),
+        ["prior of latent site 'w'", "static keywords"]),
     "data_dependent_support": (
         model_of(
             lambda x, y: numpyro.sample("top", dist.Uniform(0, jnp.abs(y).max())),
             lambda x, top, _: dist.Normal(0, top),
         ), ["prior of latent site 'top'", "static keywords"],
     ),
-    "data_dependent_parameter": (
-        model_of(lambda x, y: numpyro.param("w", jnp.ones(D) * y.mean())),
-        ["parameter 'w'", "public values"],
-    ),
+    "data_dependent_parameter": (model_of(lambda x, y: numpyro.param("w", jnp.ones(D) * y.mean())),
+        ["parameter 'w'", "public values"]),
     "local_latent": (
         model_of(
             lambda x, y: weights(), lambda x, w, _: dist.Normal(x @ w + normal("error"), 1)
@@ -213,10 +205,8 @@ MODELS: dict[str, tuple[Callable[..., Any], list[str]]] = {
             lambda x, mean, _: dist.Normal(mean, 1),
         ), ["'effect'", "one entry per record", "parameters of fixed shape"],
     ),
-    "closure": (
-        lambda x, y=None: good(x, Y),
-        ["'y' has 12 values", "as an argument array with one row per record"],
-    ),
+    "closure": (lambda x, y=None: good(x, Y),
+        ["'y' has 12 values", "as an argument array with one row per record"]),
     "indexed_closure": (indexed_closure, ["'y' looks up", "Pass records as arguments"]),
     "summarised_closure": (
         model_of(
@@ -224,27 +214,21 @@ MODELS: dict[str, tuple[Callable[..., Any], list[str]]] = {
         ), ["array of shape (12,)", "Pass records as arguments", "static keyword"],
     ),
     "batch_norm": (batch_norm, ["'running_mean'", "group or layer norm"]),
-    "discrete": (
-        model_of(lambda x, y: weights() * numpyro.sample("sign", dist.Bernoulli(0.5))),
-        ["'sign' is discrete", "MixtureSameFamily"],
-    ),
+    "discrete": (model_of(lambda x, y: weights() * numpyro.sample("sign", dist.Bernoulli(0.5))),
+        ["'sign' is discrete", "MixtureSameFamily"]),
     "discrete_in_plate": (
         model_of(
             lambda x, y: weights(),
             lambda x, w, _: dist.Normal(w[numpyro.sample("which", dist.Poisson(0.5))], 1),
         ), ["'which' is discrete", "MixtureSameFamily"],
     ),
-    "no_plate": (
-        lambda x, y: numpyro.sample("y", dist.Normal(x @ weights(), 1).to_event(1), obs=y),
-        ["'y' is in no plate", "Put it inside numpyro.plate"],
-    ),
+    "no_plate": (lambda x, y: numpyro.sample("y", dist.Normal(x @ weights(), 1).to_event(1), obs=y),
+        ["'y' is in no plate", "Put it inside numpyro.plate"]),
     "two_plates": (two_plates, ["'y': ('first',)", "'z': ('second',)", "data_plate="]),
     "unobserved": (unobserved, ["observed site", "Pass the data so that obs= is not None"]),
     "not_indexed": (with_batches, ["'y' has 12 rows in plate 'records' of size 4", "index"]),
-    "dynamic_support": (
-        model_of(dynamic_support, lambda x, width, _: dist.Normal(0, width)),
-        ["support of latent site 'width'", "Uniform(0, 1)", "by hand"],
-    ),
+    "dynamic_support": (model_of(dynamic_support, lambda x, width, _: dist.Normal(0, width)),
+        ["support of latent site 'width'", "Uniform(0, 1)", "by hand"]),
 }  # fmt: skip
 
 GUIDES: dict[str, tuple[Callable[..., Any], list[str]]] = {
@@ -252,25 +236,19 @@ GUIDES: dict[str, tuple[Callable[..., Any], list[str]]] = {
         drawn(lambda x: numpyro.param("rows", jnp.zeros(x.shape[0])).mean() + jnp.zeros(D)),
         ["Parameter 'rows'", "one entry per record", "parameters of fixed shape"],
     ),
-    "guide_reads_data": (
-        drawn(lambda x: x.mean(0)),
-        ["Guide site 'w' depends on the records", "public arguments only"],
-    ),
-    "guide_starts_at_data": (
-        drawn(lambda x: numpyro.param("loc", x.mean(0))),
-        ["'loc' depends on the records", "public arguments only"],
-    ),
+    "guide_reads_data": (drawn(lambda x: x.mean(0)),
+        ["Guide site 'w' depends on the records", "public arguments only"]),
+    "guide_starts_at_data": (drawn(lambda x: numpyro.param("loc", x.mean(0))),
+        ["'loc' depends on the records", "public arguments only"]),
     "guide_holds_data": (
         drawn(lambda x: numpyro.param("loc", jnp.zeros(D)) + jnp.asarray(X).mean(0)),
         ["guide holds an array of shape (12, 3)", "static keyword"],
     ),
-    "guide_without_latent": (
-        lambda x, y: numpyro.param("loc", jnp.zeros(D)), ["['w']", "Add them to the guide"]
-    ),
+    "guide_without_latent": (lambda x, y: numpyro.param("loc", jnp.zeros(D)),
+        ["['w']", "Add them to the guide"]),
     "guide_with_unknown_site": (guide_with_unknown_site, ["'v'", "is_auxiliary"]),
-    "guide_not_reparameterised": (
-        guide_not_reparameterised, ["'flip'", "Bernoulli", "reparameterised"]
-    ),
+    "guide_not_reparameterised": (guide_not_reparameterised,
+        ["'flip'", "Bernoulli", "reparameterised"]),
     "guide_with_mutable": (guide_with_mutable, ["'count'", "group or layer norm"]),
 }  # fmt: skip
 
@@ -300,16 +278,12 @@ def in_a_list(guide: Any) -> AutoGuideList:
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize(
-    ("guide", "name"),
-    [
-        (AutoDAIS(good), "AutoDAIS"),
-        (AutoLaplaceApproximation(good), "AutoLaplaceApproximation"),
-        (AutoSemiDAIS(good, good, {"w": 1}), "AutoSemiDAIS"),
-        (in_a_list(AutoLaplaceApproximation(good)), "AutoLaplaceApproximation"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
-)
+@pytest.mark.parametrize(("guide", "name"), [
+    (AutoDAIS(good), "AutoDAIS"),
+    (AutoLaplaceApproximation(good), "AutoLaplaceApproximation"),
+    (AutoSemiDAIS(good, good, {"w": 1}), "AutoSemiDAIS"),
+    (in_a_list(AutoLaplaceApproximation(good)), "AutoLaplaceApproximation"),
+], ids=lambda value: value if isinstance(value, str) else type(value).__name__)  # fmt: skip
 def test_an_automatic_guide_that_reads_records(guide: Any, name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"{name} cannot be private"):
         start(good, guide)
@@ -359,30 +333,20 @@ def with_more(x, y, missing):
 
 AT_LIST = AutoNormal(good, init_loc_fn=infer.init_to_value(values={"w": [0.0] * D}))
 CALLS = {
-    "latents inside a scan of NumPyro": (
-        lambda: start(latents_in_a_scan, data=(X,)), UnsupportedModelError,
-        "Site 'state' is inside scan or cond of numpyro.contrib.control_flow.*jax.lax.scan",
-    ),
-    "a plate inside a scan of NumPyro": (
-        lambda: start(plate_in_a_scan, data=(X,)), UnsupportedModelError,
-        "Site 'x' is inside scan or cond of numpyro.contrib.*observe the whole series",
-    ),
-    "a data plate that is not there": (
-        lambda: start(good, data_plate="rows"), UnsupportedModelError,
-        r"\['records'\], got 'rows'.*leave data_plate",
-    ),
-    "a data plate that sites are not in": (
-        lambda: start(two_plates, data_plate="first"), UnsupportedModelError,
-        "'z' is outside the data plate 'first'",
-    ),
-    "records along a later axis": (
-        lambda: start(later_axis, data=(X.T, Y)), ValueError,
-        r"args\[0\].*shape \(3, 12\).*Transpose it",
-    ),
-    "one array with too few rows": (
-        lambda: start(scalar_mean, data=(X, Y[:-1])), ValueError,
-        r"y \(args\[1\]\) of shape \(11,\).*public=\['y'\]",
-    ),
+    "latents inside a scan of NumPyro": (lambda: start(latents_in_a_scan, data=(X,)),
+        UnsupportedModelError,
+        "Site 'state' is inside scan or cond of numpyro.contrib.control_flow.*jax.lax.scan"),
+    "a plate inside a scan of NumPyro": (lambda: start(plate_in_a_scan, data=(X,)),
+        UnsupportedModelError,
+        "Site 'x' is inside scan or cond of numpyro.contrib.*observe the whole series"),
+    "a data plate that is not there": (lambda: start(good, data_plate="rows"),
+        UnsupportedModelError, r"\['records'\], got 'rows'.*leave data_plate"),
+    "a data plate that sites are not in": (lambda: start(two_plates, data_plate="first"),
+        UnsupportedModelError, "'z' is outside the data plate 'first'"),
+    "records along a later axis": (lambda: start(later_axis, data=(X.T, Y)), ValueError,
+        r"args\[0\].*shape \(3, 12\).*Transpose it"),
+    "one array with too few rows": (lambda: start(scalar_mean, data=(X, Y[:-1])), ValueError,
+        r"y \(args\[1\]\) of shape \(11,\).*public=\['y'\]"),
     "indices of records are not offered as public": (
         lambda: start(with_more, data=(X, Y, np.array([3, 5]))), ValueError,
         "missing rows, say.*do not declare it public.*a mask",
@@ -391,13 +355,10 @@ CALLS = {
         lambda: start(with_more, data=(X, Y, Settings())), TypeError,
         "is a Settings, which is neither.*static keyword.*frozen dataclass.*register_dataclass",
     ),
-    "a list in init_to_value": (
-        lambda: start(good, AT_LIST), TypeError, "has a list for site 'w'.*jnp.asarray"
-    ),
-    "no array with the plate's rows": (
-        lambda: start(with_batches, data=(Y[:4],)), ValueError,
-        r"with 12 rows.*got \[\('args\[0\]', \(4,\)\)\].*whole",
-    ),
+    "a list in init_to_value": (lambda: start(good, AT_LIST), TypeError,
+        "has a list for site 'w'.*jnp.asarray"),
+    "no array with the plate's rows": (lambda: start(with_batches, data=(Y[:4],)), ValueError,
+        r"with 12 rows.*got \[\('args\[0\]', \(4,\)\)\].*whole"),
     "a list of labels would be public constants": (
         lambda: start(
             lambda x, y: scalar_mean(x, jnp.asarray(y)), data=(X, Y.tolist())

@@ -123,23 +123,20 @@ def test_the_number_of_operations_does_not_depend_on_the_record(fn):
     assert not loops(draw, *leaves)
 
 
-@pytest.mark.parametrize(
-    ("fn", "expected"),
-    [
-        (lambda x: dist.Poisson(x).sample(jax.random.key(0)), True),
-        (lambda x: dist.Gamma(x).sample(jax.random.key(0)), True),
-        (lambda x: jax.lax.while_loop(lambda s: s < 9, lambda s: s + x, 0.0), True),
-        (lambda x: jax.lax.while_loop(lambda s: s[0] < 9, lambda s: (s[0] + s[1], s[1] * x),
-                                      (0.0, 1.0)), True),
-        (lambda x: jax.lax.while_loop(lambda s: s[0] < 9, lambda s: (s[0] + 1, s[1] * x),
-                                      (0, 1.0)), False),
-        (lambda x: jax.lax.fori_loop(0, 5, lambda i, s: s * x, 1.0), False),
-        (lambda x: jax.lax.fori_loop(0, x.astype(int), lambda i, s: s * 2, 1.0), True),
-        (lambda x: jax.jit(lambda x: jax.lax.scan(
-            lambda s, _: (jax.lax.fori_loop(0, 3, lambda i, t: t * x, s), None), x, None, 4
-        )[0])(x), False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("fn", "expected"), [
+    (lambda x: dist.Poisson(x).sample(jax.random.key(0)), True),
+    (lambda x: dist.Gamma(x).sample(jax.random.key(0)), True),
+    (lambda x: jax.lax.while_loop(lambda s: s < 9, lambda s: s + x, 0.0), True),
+    (lambda x: jax.lax.while_loop(lambda s: s[0] < 9, lambda s: (s[0] + s[1], s[1] * x),
+                                  (0.0, 1.0)), True),
+    (lambda x: jax.lax.while_loop(lambda s: s[0] < 9, lambda s: (s[0] + 1, s[1] * x),
+                                  (0, 1.0)), False),
+    (lambda x: jax.lax.fori_loop(0, 5, lambda i, s: s * x, 1.0), False),
+    (lambda x: jax.lax.fori_loop(0, x.astype(int), lambda i, s: s * 2, 1.0), True),
+    (lambda x: jax.jit(lambda x: jax.lax.scan(
+        lambda s, _: (jax.lax.fori_loop(0, 3, lambda i, t: t * x, s), None), x, None, 4
+    )[0])(x), False),
+])  # fmt: skip
 def test_loops_are_found(fn, expected):
     assert loops(fn, 2.0) is expected
 

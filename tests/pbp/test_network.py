@@ -472,37 +472,31 @@ def test_bad_settings_are_refused_with_their_name(name, value):
         driver(**{name: value})
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: RegressionNetwork(()), ValueError, "hidden layer"),
-        (lambda: RegressionNetwork((0,)), ValueError, "hidden layer"),
-        (lambda: RegressionNetwork((3,), weight_precision=0.0), ValueError, "weight_precision"),
-        (lambda: RegressionNetwork((3,), noise_prior=(1.0, 1.0)), ValueError, "concentration"),
-        (lambda: PBP(lambda x, y: None), TypeError, "RegressionNetwork"),
-        (lambda: PBP(NETWORK).run(KEY, 0, *records(5)), ValueError, "num_sweeps"),
-        (lambda: PBP(NETWORK).run(KEY, 1, [[1.0]], np.ones(1)), TypeError, "x as one array"),
-        (lambda: RegressionNetwork(50), TypeError, "tuples"),
-        (lambda: RegressionNetwork((5,), noise_prior=6.0), TypeError, "tuples"),
-        (lambda: RegressionNetwork((5,), noise_prior=(6.0,)), ValueError, "noise_prior"),
-        (lambda: PBP(NETWORK).run(KEY, 1, np.ones(5), np.ones(5)), ValueError, "shape"),
-        (lambda: PBP(NETWORK).run(KEY, 1, np.ones((5, 2)), np.ones(4)), ValueError, "shape"),
-    ],
-)
+@pytest.mark.parametrize(("make", "error", "message"), [
+    (lambda: RegressionNetwork(()), ValueError, "hidden layer"),
+    (lambda: RegressionNetwork((0,)), ValueError, "hidden layer"),
+    (lambda: RegressionNetwork((3,), weight_precision=0.0), ValueError, "weight_precision"),
+    (lambda: RegressionNetwork((3,), noise_prior=(1.0, 1.0)), ValueError, "concentration"),
+    (lambda: PBP(lambda x, y: None), TypeError, "RegressionNetwork"),
+    (lambda: PBP(NETWORK).run(KEY, 0, *records(5)), ValueError, "num_sweeps"),
+    (lambda: PBP(NETWORK).run(KEY, 1, [[1.0]], np.ones(1)), TypeError, "x as one array"),
+    (lambda: RegressionNetwork(50), TypeError, "tuples"),
+    (lambda: RegressionNetwork((5,), noise_prior=6.0), TypeError, "tuples"),
+    (lambda: RegressionNetwork((5,), noise_prior=(6.0,)), ValueError, "noise_prior"),
+    (lambda: PBP(NETWORK).run(KEY, 1, np.ones(5), np.ones(5)), ValueError, "shape"),
+    (lambda: PBP(NETWORK).run(KEY, 1, np.ones((5, 2)), np.ones(4)), ValueError, "shape"),
+])  # fmt: skip
 def test_what_is_no_network_or_no_record_is_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda p: p | {"noise_rate": -p["noise_rate"]}, "finite and > 0"),
-        (lambda p: p | {"noise_concentration": p["noise_concentration"] + 1}, "number of records"),
-        (lambda p: p | {"weights_linear": p["weights_linear"][:-1]}, "shapes"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda p: p | {"noise_rate": -p["noise_rate"]}, "finite and > 0"),
+    (lambda p: p | {"noise_concentration": p["noise_concentration"] + 1}, "number of records"),
+    (lambda p: p | {"weights_linear": p["weights_linear"][:-1]}, "shapes"),
+])  # fmt: skip
 def test_bad_starts_are_refused(change, message):
     x, y = records(10)
     pbp, params = driver(), start(x, y)

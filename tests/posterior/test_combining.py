@@ -67,16 +67,13 @@ def test_synthetic_sets_follow_the_posterior_predictive():
     assert means.std() == pytest.approx(np.sqrt(found["sd"] ** 2 + 1 / 50), rel=0.06)
 
 
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        (lambda: combine(np.ones(1), np.ones(1)), "sets=1"),
-        (lambda: combine(np.ones(3), np.ones(2)), "shape"),
-        (lambda: combine(np.ones(3), np.zeros(3)), "variances must be above 0"),
-        (lambda: combine(np.ones(3), np.ones(3), "rubin"), "kind='rubin'"),
-        (lambda: combine(np.arange(3), np.full(3, 0.1)).interval(1.0), "level=1.0"),
-    ],
-)
+@pytest.mark.parametrize(("call", "match"), [
+    (lambda: combine(np.ones(1), np.ones(1)), "sets=1"),
+    (lambda: combine(np.ones(3), np.ones(2)), "shape"),
+    (lambda: combine(np.ones(3), np.zeros(3)), "variances must be above 0"),
+    (lambda: combine(np.ones(3), np.ones(3), "rubin"), "kind='rubin'"),
+    (lambda: combine(np.arange(3), np.full(3, 0.1)).interval(1.0), "level=1.0"),
+])  # fmt: skip
 def test_wrong_input(call, match):
     with pytest.raises(ValueError, match=match):
         call()

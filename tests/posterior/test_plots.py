@@ -136,17 +136,14 @@ def test_several_deltas_bound_an_attack_better(posterior):
     assert of_run[10] == stated[0.05]
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"found": {}}, "at least one"),
-        ({"found": {"a": {"v": np.zeros((5, 3))}}}, "no site 'w'"),
-        ({"found": {"a": {"w": np.zeros((5, 3))}, "b": {"w": np.zeros((5, 2))}}}, "different"),
-        ({"found": {"a": {"w": np.zeros((5, 61))}}}, "61 entries"),
-        ({"found": {"a": {"w": np.zeros((5, 3))}}, "labels": ["a"]}, "3 entries, got 1 labels"),
-        ({"found": {"a": {"w": np.zeros((5, 3))}}, "entries": [3]}, "numbers from 0 on"),
-    ],
-)
+@pytest.mark.parametrize(("how", "message"), [
+    ({"found": {}}, "at least one"),
+    ({"found": {"a": {"v": np.zeros((5, 3))}}}, "no site 'w'"),
+    ({"found": {"a": {"w": np.zeros((5, 3))}, "b": {"w": np.zeros((5, 2))}}}, "different"),
+    ({"found": {"a": {"w": np.zeros((5, 61))}}}, "61 entries"),
+    ({"found": {"a": {"w": np.zeros((5, 3))}}, "labels": ["a"]}, "3 entries, got 1 labels"),
+    ({"found": {"a": {"w": np.zeros((5, 3))}}, "entries": [3]}, "numbers from 0 on"),
+])  # fmt: skip
 @pytest.mark.every_case
 def test_errors_of_a_forest(how, message):
     with pytest.raises(ValueError, match=message):

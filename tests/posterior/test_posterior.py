@@ -127,20 +127,17 @@ def test_sites_without_a_coordinate_for_each_entry_use_their_own_units():
     assert (share < 0.05).all()
 
 
-@pytest.mark.parametrize(
-    ("scale", "size", "epsilon", "others", "words"),
-    [
-        (0.1, 3, 1.0, {}, "Every latent is known well beyond its prior (largest share"),
-        (0.5, 3, 1.0, {}, "The records say more than the prior about every latent (largest"),
-        (0.95, 4, 1.0, {}, "The budget buys little here: 4 of 4 latents are more than half prior."),
-        (0.95, 1, 1.0, {}, "The budget buys little here: 1 of 1 latent is more than half prior."),
-        (0.95, 3, np.inf, {}, "The records say little here: 3 of 3 latents are more than half"),
-        ([0.95, 0.1, 0.1], 3, 1.0, {}, "1 of 3 latents is more than half prior (largest share"),
-        (0.0, 2, 1.0, {}, "No latent has a spread"),
-        (0.1, 3, 1.0, {"converged": False}, "If the run has converged: every latent is known"),
-        (0.95, 3, 1.0, {"findings": (FAR,)}, "The run ended far from its optimum: 3 of 3 latents"),
-    ],
-)
+@pytest.mark.parametrize(("scale", "size", "epsilon", "others", "words"), [
+    (0.1, 3, 1.0, {}, "Every latent is known well beyond its prior (largest share"),
+    (0.5, 3, 1.0, {}, "The records say more than the prior about every latent (largest"),
+    (0.95, 4, 1.0, {}, "The budget buys little here: 4 of 4 latents are more than half prior."),
+    (0.95, 1, 1.0, {}, "The budget buys little here: 1 of 1 latent is more than half prior."),
+    (0.95, 3, np.inf, {}, "The records say little here: 3 of 3 latents are more than half"),
+    ([0.95, 0.1, 0.1], 3, 1.0, {}, "1 of 3 latents is more than half prior (largest share"),
+    (0.0, 2, 1.0, {}, "No latent has a spread"),
+    (0.1, 3, 1.0, {"converged": False}, "If the run has converged: every latent is known"),
+    (0.95, 3, 1.0, {"findings": (FAR,)}, "The run ended far from its optimum: 3 of 3 latents"),
+])  # fmt: skip
 @pytest.mark.every_case
 def test_verdicts(scale, size, epsilon, others, words):
     posterior = made(normal(scale, (size,)), normal(1.0, (size,)), epsilon=epsilon, **others)
@@ -196,18 +193,15 @@ def test_the_table():
     assert "0.05%  99.95%" in " ".join(str(narrow).splitlines()[0].split("   "))
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda p: p.sample(KEY, 0), ValueError, "num_samples=0"),
-        (lambda p: p.sample(KEY, 2.0), TypeError, r"num_samples=2\.0"),
-        (lambda p: p.sample(0, 3), TypeError, "rng_key"),
-        (lambda p: p.predict(3, X), TypeError, "rng_key"),
-        (lambda p: p.predict(KEY, X, num_samples=-1), ValueError, "num_samples=-1"),
-        (lambda p: p.summary(1.0), ValueError, r"prob=1\.0"),
-        (lambda p: p.summary("all"), TypeError, "prob='all'"),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "words"), [
+    (lambda p: p.sample(KEY, 0), ValueError, "num_samples=0"),
+    (lambda p: p.sample(KEY, 2.0), TypeError, r"num_samples=2\.0"),
+    (lambda p: p.sample(0, 3), TypeError, "rng_key"),
+    (lambda p: p.predict(3, X), TypeError, "rng_key"),
+    (lambda p: p.predict(KEY, X, num_samples=-1), ValueError, "num_samples=-1"),
+    (lambda p: p.summary(1.0), ValueError, r"prob=1\.0"),
+    (lambda p: p.summary("all"), TypeError, "prob='all'"),
+])  # fmt: skip
 @pytest.mark.every_case
 def test_bad_input(call, error, words):
     with pytest.raises(error, match=words):

@@ -92,19 +92,16 @@ def test_gaussian_epsilon_inverts_delta(mu, delta):
         assert gaussian_log_delta(epsilon * (1 - 1e-6), mu) > math.log(delta)
 
 
-@pytest.mark.parametrize(
-    ("rate", "noise", "steps", "printed"),
-    [
-        # TF-Privacy tutorial and README, MNIST, batch 256 of 60000, delta 1e-5 (moments accountant
-        # with the conversion rdp + log(1/delta) / (order - 1)).
-        (256 / 60000, 1.12, 14063, 2.92),
-        (256 / 60000, 1.3, 3516, 1.19),
-        (256 / 60000, 1.1, 14063, 3.01),
-        (256 / 60000, 0.7, 10547, 7.10),
-        # Abadi et al. (2016), section 3.2: q = 0.01, sigma = 4, 10000 steps.
-        (0.01, 4.0, 10000, 1.26),
-    ],
-)
+@pytest.mark.parametrize(("rate", "noise", "steps", "printed"), [
+    # TF-Privacy tutorial and README, MNIST, batch 256 of 60000, delta 1e-5 (moments accountant
+    # with the conversion rdp + log(1/delta) / (order - 1)).
+    (256 / 60000, 1.12, 14063, 2.92),
+    (256 / 60000, 1.3, 3516, 1.19),
+    (256 / 60000, 1.1, 14063, 3.01),
+    (256 / 60000, 0.7, 10547, 7.10),
+    # Abadi et al. (2016), section 3.2: q = 0.01, sigma = 4, 10000 steps.
+    (0.01, 4.0, 10000, 1.26),
+])  # fmt: skip
 def test_published_dpsgd_values(rate, noise, steps, printed):
     event = poisson(rate, noise, steps)
     orders = np.array([1 + x / 10 for x in range(1, 100)] + list(range(12, 64)))
@@ -460,24 +457,17 @@ def test_samples_of_a_fixed_size_are_between_data_that_occur_and_renyi(
     assert bound.upper < 0.8 * renyi.upper
 
 
-@pytest.mark.parametrize(
-    ("accountant", "event", "relation", "told"),
-    [
-        (GDP(), poisson(0.1, 1.0, 2), ADD, "full batches only"),
-        (PLD(), without_replacement(2, 9, 1.0), ADD, "under replace_one alone"),
-        (
-            PLD(),
-            dpa.ComposedDpEvent([without_replacement(2, 9, 1.0), poisson(0.1, 1.0, 1)]),
-            REPLACE,
-            "fixed-size and Poisson samples together",
-        ),
-        (PRV(), poisson(0.1, 1.0, 2), REPLACE, "add_or_remove_one"),
-        (RDP(), poisson(0.1, 1.0, 2), REPLACE, "no Renyi divergence for poisson samples"),
-        (PLD(), dpa.LaplaceDpEvent(1.0), ADD, "not a .sampled. Gaussian"),
-        (Best(), dpa.UnsupportedDpEvent(), ADD, "GDP: .*PLD: .*RDP: .*Best()"),
-        (PLD(), dpa.PoissonSampledDpEvent(0.5, poisson(0.5, 1.0, 1)), ADD, "samples from a sample"),
-    ],
-)
+@pytest.mark.parametrize(("accountant", "event", "relation", "told"), [
+    (GDP(), poisson(0.1, 1.0, 2), ADD, "full batches only"),
+    (PLD(), without_replacement(2, 9, 1.0), ADD, "under replace_one alone"),
+    (PLD(), dpa.ComposedDpEvent([without_replacement(2, 9, 1.0), poisson(0.1, 1.0, 1)]), REPLACE,
+        "fixed-size and Poisson samples together"),
+    (PRV(), poisson(0.1, 1.0, 2), REPLACE, "add_or_remove_one"),
+    (RDP(), poisson(0.1, 1.0, 2), REPLACE, "no Renyi divergence for poisson samples"),
+    (PLD(), dpa.LaplaceDpEvent(1.0), ADD, "not a .sampled. Gaussian"),
+    (Best(), dpa.UnsupportedDpEvent(), ADD, "GDP: .*PLD: .*RDP: .*Best()"),
+    (PLD(), dpa.PoissonSampledDpEvent(0.5, poisson(0.5, 1.0, 1)), ADD, "samples from a sample"),
+])  # fmt: skip
 def test_unsupported_events(accountant, event, relation, told):
     with pytest.raises(UnsupportedEventError, match=told) as caught:
         accountant.epsilon(event, 1e-5, relation)
@@ -493,14 +483,11 @@ def test_prv_refuses_deltas_below_its_rounding():
     assert Best((PRV(), RDP())).epsilon(event, 1e-12, ADD).accountant == "RDP"
 
 
-@pytest.mark.parametrize(
-    ("event", "delta", "words"),
-    [
-        (poisson(0.01, 1e-4, 3), 1e-5, "the noise multiplier 0.0001 protects nothing"),
-        (poisson(0.01, 1.0, 3), 1e-300, "ten times its rounding error"),
-        (poisson(0.02, 3.456, 2000), 1e-10, r"Expected delta >= \d\.\d+e-10 .* Use RDP\(\)"),
-    ],
-)
+@pytest.mark.parametrize(("event", "delta", "words"), [
+    (poisson(0.01, 1e-4, 3), 1e-5, "the noise multiplier 0.0001 protects nothing"),
+    (poisson(0.01, 1.0, 3), 1e-300, "ten times its rounding error"),
+    (poisson(0.02, 3.456, 2000), 1e-10, r"Expected delta >= \d\.\d+e-10 .* Use RDP\(\)"),
+])  # fmt: skip
 def test_pld_refuses_what_doubles_cannot_resolve(event, delta, words):
     with pytest.raises(UnreliableBoundError, match=words):
         PLD().epsilon(event, delta, ADD)
@@ -575,28 +562,25 @@ def test_bounds_print_themselves():
 EVENT = dpa.GaussianDpEvent(1.0)
 
 
-@pytest.mark.parametrize(
-    ("build", "error", "told"),
-    [
-        (lambda: PrivacyBudget(0.0, 1e-5), ValueError, r"epsilon=0\.0"),
-        (lambda: PrivacyBudget(-1.0, 1e-5), ValueError, r"epsilon=-1\.0"),
-        (lambda: PrivacyBudget(math.inf, 1e-5), ValueError, "epsilon=inf"),
-        (lambda: PrivacyBudget(math.nan, 1e-5), ValueError, "epsilon=nan"),
-        (lambda: PrivacyBudget("1", 1e-5), TypeError, "epsilon='1'"),
-        (lambda: PrivacyBudget(1.0, 0.0), ValueError, "delta=0.0.*Choose a delta"),
-        (lambda: PrivacyBudget(1.0, 1.0), ValueError, r"delta=1\.0"),
-        (lambda: PrivacyBudget(1.0, 1e-5, "swap"), ValueError, "relation='swap'"),
-        (lambda: PLD(relative_gap=0.0), ValueError, "relative_gap"),
-        (lambda: PLD(max_points=10), ValueError, "max_points"),
-        (lambda: RDP(orders=(1.0,)), ValueError, "orders"),
-        (lambda: Best(()), ValueError, "accountants"),
-        (lambda: epsilon_spent(EVENT, 0.0), ValueError, "delta"),
-        (lambda: epsilon_spent(EVENT, 1e-5, "swap"), ValueError, "relation"),
-        (lambda: epsilon_spent(EVENT, 1e-5, total_variation=1.5), ValueError, "total_variation"),
-        (lambda: gaussian_steps(poisson(1.5, 1.0, 2)), ValueError, "sampling rate"),
-        (lambda: gaussian_steps(dpa.GaussianDpEvent(-1.0)), ValueError, "noise_multiplier"),
-    ],
-)
+@pytest.mark.parametrize(("build", "error", "told"), [
+    (lambda: PrivacyBudget(0.0, 1e-5), ValueError, r"epsilon=0\.0"),
+    (lambda: PrivacyBudget(-1.0, 1e-5), ValueError, r"epsilon=-1\.0"),
+    (lambda: PrivacyBudget(math.inf, 1e-5), ValueError, "epsilon=inf"),
+    (lambda: PrivacyBudget(math.nan, 1e-5), ValueError, "epsilon=nan"),
+    (lambda: PrivacyBudget("1", 1e-5), TypeError, "epsilon='1'"),
+    (lambda: PrivacyBudget(1.0, 0.0), ValueError, "delta=0.0.*Choose a delta"),
+    (lambda: PrivacyBudget(1.0, 1.0), ValueError, r"delta=1\.0"),
+    (lambda: PrivacyBudget(1.0, 1e-5, "swap"), ValueError, "relation='swap'"),
+    (lambda: PLD(relative_gap=0.0), ValueError, "relative_gap"),
+    (lambda: PLD(max_points=10), ValueError, "max_points"),
+    (lambda: RDP(orders=(1.0,)), ValueError, "orders"),
+    (lambda: Best(()), ValueError, "accountants"),
+    (lambda: epsilon_spent(EVENT, 0.0), ValueError, "delta"),
+    (lambda: epsilon_spent(EVENT, 1e-5, "swap"), ValueError, "relation"),
+    (lambda: epsilon_spent(EVENT, 1e-5, total_variation=1.5), ValueError, "total_variation"),
+    (lambda: gaussian_steps(poisson(1.5, 1.0, 2)), ValueError, "sampling rate"),
+    (lambda: gaussian_steps(dpa.GaussianDpEvent(-1.0)), ValueError, "noise_multiplier"),
+])  # fmt: skip
 def test_argument_errors(build, error, told):
     with pytest.raises(error, match=told):
         build()

@@ -208,29 +208,21 @@ def test_unreliable_noise_is_passed_over():
         calibrate_noise(run(0.1, 2), PrivacyBudget(0.5, 1e-5), accountant=GDP())
 
 
-@pytest.mark.parametrize(
-    ("make_event", "told"),
-    [
-        (lambda z: dpa.NoOpDpEvent(), "smallest noise.*lower the budget"),
-        (lambda z: dpa.NonPrivateDpEvent(), "noise_multiplier in .*Allow a larger epsilon"),
-        (
-            lambda z: dpa.ComposedDpEvent([run(0.01, 10)(z), dpa.GaussianDpEvent(1.0)]),
-            r"epsilon <= 4\.\d+ at noise_multiplier=1e\+08",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("make_event", "told"), [
+    (lambda z: dpa.NoOpDpEvent(), "smallest noise.*lower the budget"),
+    (lambda z: dpa.NonPrivateDpEvent(), "noise_multiplier in .*Allow a larger epsilon"),
+    (lambda z: dpa.ComposedDpEvent([run(0.01, 10)(z), dpa.GaussianDpEvent(1.0)]),
+        r"epsilon <= 4\.\d+ at noise_multiplier=1e\+08"),
+])  # fmt: skip
 def test_budgets_out_of_reach(make_event, told):
     with pytest.raises(CalibrationError, match=told):
         calibrate_noise(make_event, PrivacyBudget(1.0, 1e-5))
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "told"),
-    [
-        ({"total_variation": -0.1}, ValueError, "total_variation"),
-        ({"total_variation": 1.0}, ValueError, "total_variation"),
-    ],
-)
+@pytest.mark.parametrize(("options", "error", "told"), [
+    ({"total_variation": -0.1}, ValueError, "total_variation"),
+    ({"total_variation": 1.0}, ValueError, "total_variation"),
+])  # fmt: skip
 def test_argument_errors(options, error, told):
     arguments = {"budget": PrivacyBudget(1.0, 1e-5)} | options
     with pytest.raises(error, match=told):
@@ -261,14 +253,11 @@ print(time.perf_counter() - start, peak() - before)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("code", "limit"),
-    [
-        ("calibrate_noise(run(0.01, 400_000), PrivacyBudget(1.0, 1 / 30162))", 3.0),
-        ("calibrate_noise(run(1 / 7000, 700_000), PrivacyBudget(1.0, 1e-6))", 10.0),
-        ("Best().epsilon(run(0.01, 400_000)(22.0), 1e-5, 'add_or_remove_one')", 0.5),
-    ],
-)
+@pytest.mark.parametrize(("code", "limit"), [
+    ("calibrate_noise(run(0.01, 400_000), PrivacyBudget(1.0, 1 / 30162))", 3.0),
+    ("calibrate_noise(run(1 / 7000, 700_000), PrivacyBudget(1.0, 1e-6))", 10.0),
+    ("Best().epsilon(run(0.01, 400_000)(22.0), 1e-5, 'add_or_remove_one')", 0.5),
+])  # fmt: skip
 def test_time_and_memory(code, limit):
     # Measured idle: 0.3, 0.7 and 0.1 s. The machine may be shared, hence the factor 3 on the limit.
     seconds, memory = _cost(code)

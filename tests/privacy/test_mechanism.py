@@ -206,18 +206,15 @@ def test_an_adaptive_norm_is_a_norm_with_a_coordinate_of_its_own():
     assert gaussian(2.0, 1.0).extras is None
 
 
-@pytest.mark.parametrize(
-    ("clip", "error", "words"),
-    [
-        (0.0, ValueError, "clip_norm=0.0"),
-        (-1.0, ValueError, "clip_norm=-1.0"),
-        (math.nan, ValueError, "clip_norm=nan"),
-        ("1", TypeError, "clip_norm='1'"),
-        (True, TypeError, "clip_norm=True"),
-        ({}, ValueError, "empty"),
-        ({"a": -2.0}, ValueError, r"clip_norm\['a'\]=-2.0"),
-    ],
-)
+@pytest.mark.parametrize(("clip", "error", "words"), [
+    (0.0, ValueError, "clip_norm=0.0"),
+    (-1.0, ValueError, "clip_norm=-1.0"),
+    (math.nan, ValueError, "clip_norm=nan"),
+    ("1", TypeError, "clip_norm='1'"),
+    (True, TypeError, "clip_norm=True"),
+    ({}, ValueError, "empty"),
+    ({"a": -2.0}, ValueError, r"clip_norm\['a'\]=-2.0"),
+])  # fmt: skip
 def test_wrong_norms_are_refused(clip, error, words):
     with pytest.raises(error, match=words):
         ClipNorm.of(clip)

@@ -41,46 +41,43 @@ def test_block_function_rfc_2_3_2():
     assert keystream(KEY, nonce, 1).hex() == expected
 
 
-@pytest.mark.parametrize(
-    ("key", "nonce", "counter", "expected"),
-    [
-        (
-            bytes(32),
-            bytes(12),
-            0,
-            "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
-            "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586",
-        ),
-        (
-            bytes(32),
-            bytes(12),
-            1,
-            "9f07e7be5551387a98ba977c732d080dcb0f29a048e3656912c6533e32ee7aed"
-            "29b721769ce64e43d57133b074d839d531ed1f28510afb45ace10a1f4b794d6f",
-        ),
-        (
-            bytes(31) + b"\x01",
-            bytes(12),
-            1,
-            "3aeb5224ecf849929b9d828db1ced4dd832025e8018b8160b82284f3c949aa5a"
-            "8eca00bbb4a73bdad192b5c42f73f2fd4e273644c8b36125a64addeb006c13a0",
-        ),
-        (
-            b"\x00\xff" + bytes(30),
-            bytes(12),
-            2,
-            "72d54dfbf12ec44b362692df94137f328fea8da73990265ec1bbbea1ae9af0ca"
-            "13b25aa26cb4a648cb9b9d1be65b2c0924a66c54d545ec1b7374f4872e99f096",
-        ),
-        (
-            bytes(32),
-            bytes(11) + b"\x02",
-            0,
-            "c2c64d378cd536374ae204b9ef933fcd1a8b2288b3dfa49672ab765b54ee27c7"
-            "8a970e0e955c14f3a88e741b97c286f75f8fc299e8148362fa198a39531bed6d",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("key", "nonce", "counter", "expected"), [
+    (
+        bytes(32),
+        bytes(12),
+        0,
+        "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
+        "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586",
+    ),
+    (
+        bytes(32),
+        bytes(12),
+        1,
+        "9f07e7be5551387a98ba977c732d080dcb0f29a048e3656912c6533e32ee7aed"
+        "29b721769ce64e43d57133b074d839d531ed1f28510afb45ace10a1f4b794d6f",
+    ),
+    (
+        bytes(31) + b"\x01",
+        bytes(12),
+        1,
+        "3aeb5224ecf849929b9d828db1ced4dd832025e8018b8160b82284f3c949aa5a"
+        "8eca00bbb4a73bdad192b5c42f73f2fd4e273644c8b36125a64addeb006c13a0",
+    ),
+    (
+        b"\x00\xff" + bytes(30),
+        bytes(12),
+        2,
+        "72d54dfbf12ec44b362692df94137f328fea8da73990265ec1bbbea1ae9af0ca"
+        "13b25aa26cb4a648cb9b9d1be65b2c0924a66c54d545ec1b7374f4872e99f096",
+    ),
+    (
+        bytes(32),
+        bytes(11) + b"\x02",
+        0,
+        "c2c64d378cd536374ae204b9ef933fcd1a8b2288b3dfa49672ab765b54ee27c7"
+        "8a970e0e955c14f3a88e741b97c286f75f8fc299e8148362fa198a39531bed6d",
+    ),
+])  # fmt: skip
 def test_block_function_rfc_a_1(key, nonce, counter, expected):
     assert keystream(key, nonce, counter).hex() == expected
 
@@ -231,21 +228,18 @@ def test_secret_keys():
     assert jax.random.key_data(as_secret_key(KEY.hex())).tolist() == list(words(KEY))
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "match"),
-    [
-        (lambda: jax.random.key(0), TypeError, r"Use secret_key\(\)"),
-        (lambda: jax.random.PRNGKey(0), TypeError, "raw uint32 array of shape"),
-        (lambda: jax.random.split(secret_key(0)), ValueError, "scalar key"),
-        (lambda: b"short", ValueError, "got 5 bytes"),
-        (lambda: "0g" * 32, ValueError, "64 hexadecimal digits"),
-        (lambda: "ab" * 31, ValueError, "got 31 bytes"),
-        (lambda: -1, ValueError, ">= 0"),
-        (lambda: True, TypeError, "got bool"),
-        (lambda: 1.5, TypeError, "got float"),
-        (lambda: np.zeros(8, np.uint32), TypeError, "got ndarray"),
-    ],
-)
+@pytest.mark.parametrize(("make", "error", "match"), [
+    (lambda: jax.random.key(0), TypeError, r"Use secret_key\(\)"),
+    (lambda: jax.random.PRNGKey(0), TypeError, "raw uint32 array of shape"),
+    (lambda: jax.random.split(secret_key(0)), ValueError, "scalar key"),
+    (lambda: b"short", ValueError, "got 5 bytes"),
+    (lambda: "0g" * 32, ValueError, "64 hexadecimal digits"),
+    (lambda: "ab" * 31, ValueError, "got 31 bytes"),
+    (lambda: -1, ValueError, ">= 0"),
+    (lambda: True, TypeError, "got bool"),
+    (lambda: 1.5, TypeError, "got float"),
+    (lambda: np.zeros(8, np.uint32), TypeError, "got ndarray"),
+])  # fmt: skip
 def test_other_keys_are_refused(make, error, match):
     with pytest.raises(error, match=match):
         as_secret_key(make())

@@ -262,14 +262,11 @@ def test_poisson_control_with_the_wrong_sampler():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("number", "rate"),
-    [
-        (30_000, 0.01),
-        pytest.param(10**6, 3e-4, marks=pytest.mark.slow),
-        pytest.param(2**31 - 2, 1e-7, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("number", "rate"), [
+    (30_000, 0.01),
+    pytest.param(10**6, 3e-4, marks=pytest.mark.slow),
+    pytest.param(2**31 - 2, 1e-7, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_poisson_at_scale(number, rate):
     steps = 1500
     indices, mask = batches(Poisson(rate), number, steps)
@@ -355,24 +352,21 @@ def test_amplification():
     assert FullBatch().total_variation(100) == FullBatch().failure_prob(100) == 0
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "match"),
-    [
-        (lambda: Poisson(0.0), ValueError, "rate=0.0"),
-        (lambda: Poisson(1.5), ValueError, "rate=1.5"),
-        (lambda: Poisson(float("nan")), ValueError, "rate=nan"),
-        (lambda: Poisson("0.1"), TypeError, "rate='0.1'"),
-        (lambda: Poisson(0.1, overflow_prob=0.0), ValueError, "overflow_prob=0.0"),
-        (lambda: FixedSize(0), ValueError, "batch_size=0"),
-        (lambda: FixedSize(2.0), TypeError, "batch_size=2.0"),
-        (lambda: FixedSize(11).init(secret_key(0), 10), ValueError, "has 10 records"),
-        (lambda: FixedSize(11).inclusion_prob(10), ValueError, "smaller batch"),
-        (lambda: Poisson(0.1).init(secret_key(0), 0), ValueError, "num_examples=0"),
-        (lambda: Poisson(0.1).init(secret_key(0), 2**31 - 1), ValueError, "32-bit"),
-        (lambda: Poisson(0.1).init(jax.random.PRNGKey(0), 10), TypeError, "typed key"),
-        (lambda: FullBatch().init(jax.random.split(secret_key(0)), 10), TypeError, "vmap"),
-    ],
-)
+@pytest.mark.parametrize(("make", "error", "match"), [
+    (lambda: Poisson(0.0), ValueError, "rate=0.0"),
+    (lambda: Poisson(1.5), ValueError, "rate=1.5"),
+    (lambda: Poisson(float("nan")), ValueError, "rate=nan"),
+    (lambda: Poisson("0.1"), TypeError, "rate='0.1'"),
+    (lambda: Poisson(0.1, overflow_prob=0.0), ValueError, "overflow_prob=0.0"),
+    (lambda: FixedSize(0), ValueError, "batch_size=0"),
+    (lambda: FixedSize(2.0), TypeError, "batch_size=2.0"),
+    (lambda: FixedSize(11).init(secret_key(0), 10), ValueError, "has 10 records"),
+    (lambda: FixedSize(11).inclusion_prob(10), ValueError, "smaller batch"),
+    (lambda: Poisson(0.1).init(secret_key(0), 0), ValueError, "num_examples=0"),
+    (lambda: Poisson(0.1).init(secret_key(0), 2**31 - 1), ValueError, "32-bit"),
+    (lambda: Poisson(0.1).init(jax.random.PRNGKey(0), 10), TypeError, "typed key"),
+    (lambda: FullBatch().init(jax.random.split(secret_key(0)), 10), TypeError, "vmap"),
+])  # fmt: skip
 def test_errors(make, error, match):
     with pytest.raises(error, match=match):
         make()

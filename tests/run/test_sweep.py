@@ -47,18 +47,14 @@ KEYS = jax.random.split(jax.random.key(0), 2)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("estimator", "sampler"),
-    [
-        (aligned, Poisson(0.2)),
-        pytest.param(vanilla, FixedSize(30), marks=pytest.mark.extended),
-        pytest.param(vanilla, Poisson(0.2), marks=pytest.mark.extended),
-        pytest.param(aligned, FixedSize(30), marks=pytest.mark.extended),
-        pytest.param(aligned, FullBatch(), marks=pytest.mark.extended),
-        pytest.param(vanilla, FullBatch(), marks=pytest.mark.extended),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
+@pytest.mark.parametrize(("estimator", "sampler"), [
+    (aligned, Poisson(0.2)),
+    pytest.param(vanilla, FixedSize(30), marks=pytest.mark.extended),
+    pytest.param(vanilla, Poisson(0.2), marks=pytest.mark.extended),
+    pytest.param(aligned, FixedSize(30), marks=pytest.mark.extended),
+    pytest.param(aligned, FullBatch(), marks=pytest.mark.extended),
+    pytest.param(vanilla, FullBatch(), marks=pytest.mark.extended),
+], ids=lambda value: getattr(value, "__name__", str(value)))  # fmt: skip
 def test_each_run_is_the_run_of_its_settings(sampler, estimator, data):
     found = driver(noise_multiplier=1.0, sampler=sampler, estimator=estimator()).sweep(
         KEYS, STEPS, data, noise_multiplier=[0.5, 2.0], clip_norm=[1.0, 4.0]
@@ -152,22 +148,19 @@ def test_one_compilation_for_all_noise_and_clip_norms(data):
     assert counts[0] > counts[1] == counts[2]  # what is left is init, where shapes are read
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "match"),
-    [
-        ({"epsilon": 1.0}, TypeError, r"sequence.*epsilon=1.0"),
-        ({"epsilon": []}, ValueError, "at least one.*epsilon"),
-        ({"epsilon": [1.0, -1.0]}, ValueError, "epsilon=-1.0"),
-        ({"epsilon": [1.0], "noise_multiplier": [1.0]}, ValueError, "got both"),
-        ({"noise_multiplier": [-1.0]}, ValueError, "noise_multiplier=-1.0"),
-        ({"noise_multiplier": [0.3]}, BudgetError, "at most epsilon"),
-        ({"clip_norm": 2.0}, TypeError, "sequence.*clip_norm=2.0"),
-        ({"clip_norm": [2.0, -2.0]}, ValueError, "clip_norm=-2.0"),
-        ({"clip_norm": [{"mean": 1.0}]}, ValueError, "form of"),
-        ({"clip_norm": [float("inf")]}, BudgetError, "finite clip_norm"),
-        ({"chunk_size": 0}, ValueError, "chunk_size=0"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "error", "match"), [
+    ({"epsilon": 1.0}, TypeError, r"sequence.*epsilon=1.0"),
+    ({"epsilon": []}, ValueError, "at least one.*epsilon"),
+    ({"epsilon": [1.0, -1.0]}, ValueError, "epsilon=-1.0"),
+    ({"epsilon": [1.0], "noise_multiplier": [1.0]}, ValueError, "got both"),
+    ({"noise_multiplier": [-1.0]}, ValueError, "noise_multiplier=-1.0"),
+    ({"noise_multiplier": [0.3]}, BudgetError, "at most epsilon"),
+    ({"clip_norm": 2.0}, TypeError, "sequence.*clip_norm=2.0"),
+    ({"clip_norm": [2.0, -2.0]}, ValueError, "clip_norm=-2.0"),
+    ({"clip_norm": [{"mean": 1.0}]}, ValueError, "form of"),
+    ({"clip_norm": [float("inf")]}, BudgetError, "finite clip_norm"),
+    ({"chunk_size": 0}, ValueError, "chunk_size=0"),
+])  # fmt: skip
 def test_wrong_input(settings, error, match, data):
     with pytest.raises(error, match=match):
         driver().sweep(KEYS, STEPS, data, **settings)

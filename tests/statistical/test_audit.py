@@ -131,14 +131,11 @@ def first_samples(kernel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        SGLD,
-        pytest.param(PreconditionedSGLD, marks=pytest.mark.extended),
-        pytest.param(SGHMC, marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.parametrize("kernel", [
+    SGLD,
+    pytest.param(PreconditionedSGLD, marks=pytest.mark.extended),
+    pytest.param(SGHMC, marks=pytest.mark.extended),
+])  # fmt: skip
 def test_a_sample_of_a_chain_is_as_private_as_claimed_and_no_more(kernel):
     without, with_canary, claim = first_samples(kernel)
     assert 1.48 < claim <= BUDGET.epsilon

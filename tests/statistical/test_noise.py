@@ -122,16 +122,13 @@ def noise_of_a_run(estimator, key):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("estimator", "entries"),
-    [
-        (aligned, 3),
-        (vanilla, 6),
-        pytest.param(preconditioned, 6, marks=pytest.mark.extended),
-        pytest.param(natural, 6, marks=pytest.mark.extended),
-        (aligned_natural, 3),
-    ],
-)
+@pytest.mark.parametrize(("estimator", "entries"), [
+    (aligned, 3),
+    (vanilla, 6),
+    pytest.param(preconditioned, 6, marks=pytest.mark.extended),
+    pytest.param(natural, 6, marks=pytest.mark.extended),
+    (aligned_natural, 3),
+])  # fmt: skip
 def test_noise_of_whole_steps(estimator, entries):
     draws = noise_of_a_run(estimator, 7)
     assert draws.shape == (4_000, entries)
