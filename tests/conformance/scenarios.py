@@ -28,18 +28,9 @@ from numpyro_dp.sums.bounded import bounded_sum
 from .registry import ESTIMATORS, EstimatorRow, x64
 
 __all__ = [
-    "NAMES",
-    "SCENARIOS",
-    "Bench",
-    "Scenario",
-    "bench",
-    "by_name",
-    "fast_where",
-    "reference_svi",
-    "row_numbers",
-    "rows_for",
-    "single",
-]
+    "NAMES", "SCENARIOS", "Bench", "Scenario", "bench", "by_name", "fast_where", "reference_svi",
+    "row_numbers", "rows_for", "single",
+]  # fmt: skip
 
 ROWS, DIM = 10, 2
 
@@ -297,10 +288,8 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("diagonal", regression, autoguide.AutoDiagonalNormal, _xy),
     Scenario("multivariate", regression, autoguide.AutoMultivariateNormal, _xy),
     Scenario("lowrank", regression, _with(autoguide.AutoLowRankMultivariateNormal, rank=2), _xy),
-    Scenario(
-        "iaf", regression,
-        _with(autoguide.AutoIAFNormal, num_flows=2, hidden_dims=[4, 4]), _xy,
-    ),
+    Scenario("iaf", regression, _with(autoguide.AutoIAFNormal, num_flows=2, hidden_dims=[4, 4]),
+        _xy),
     Scenario("bnaf", regression, _with(autoguide.AutoBNAFNormal, hidden_factors=[2, 2]), _xy),
     Scenario("normal", regression, autoguide.AutoNormal, _xy),
     Scenario("delta", regression, autoguide.AutoDelta, _xy),
@@ -322,13 +311,9 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("plain_cholesky", regression, PlainCholesky, _xy),
     Scenario("shared_param", own_params, _fixed(shares_width), _xy),
     Scenario("only_params", only_params, _fixed(no_sites), _xy, simulated=False),
-    Scenario(
-        "two_sites", two_sites, autoguide.AutoNormal, _tree, _keywords, public=("offset",)
-    ),
+    Scenario("two_sites", two_sites, autoguide.AutoNormal, _tree, _keywords, public=("offset",)),
     Scenario("network", network, autoguide.AutoDiagonalNormal, _xy),
-    Scenario(
-        "subsampled", subsampled, autoguide.AutoDiagonalNormal, _xy, reference=regression
-    ),
+    Scenario("subsampled", subsampled, autoguide.AutoDiagonalNormal, _xy, reference=regression),
 )  # fmt: skip
 
 

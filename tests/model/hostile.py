@@ -317,9 +317,8 @@ PROGRAMS: dict[tuple[str, ...], dict[str, Callable[..., Any]]] = {
         ),
         "a_custom_derivative": with_slope(lambda x, w: (x - means()) @ w, lambda x: x),
         "the_rule_of_a_custom_derivative": with_slope(dot, lambda x: x + means()),
-        "the_backward_rule_of_a_custom_derivative": with_passes(
-            lambda x, w: (x @ w, x), lambda x, slope: (jnp.zeros_like(x), slope @ x + means())
-        ),
+        "the_backward_rule_of_a_custom_derivative": with_passes(lambda x, w: (x @ w, x),
+            lambda x, slope: (jnp.zeros_like(x), slope @ x + means())),
         "the_forward_rule_of_a_custom_derivative": with_passes(
             lambda x, w: (x @ w + held().mean(), x), lambda x, slope: (jnp.zeros_like(x), slope @ x)
         ),
@@ -340,9 +339,8 @@ PROGRAMS: dict[tuple[str, ...], dict[str, Callable[..., Any]]] = {
         "an_argument_that_is_captured_too": lambda x, w: (x - means()) @ w,
     },
     ("(60,)", "public="): {
-        "a_vectorised_helper": jnp.vectorize(
-            lambda row, w: row @ w + outcomes().mean(), signature="(d),(d)->()"
-        ),
+        "a_vectorised_helper": jnp.vectorize(lambda row, w: row @ w + outcomes().mean(),
+            signature="(d),(d)->()"),
         "a_branch_of_switch": lambda x, w: x @ w + lax.switch(
             jnp.int32(w[0] > 0), [lambda: 0.0, lambda: outcomes().mean(), lambda: 1.0]
         ),
@@ -460,9 +458,8 @@ refuse({
     ),
     "a_callable_object": lambda: svi(Holder(held()), X, Y),
     "a_default_argument": lambda: svi(lambda x, y=None, table=X: with_table(x, y, table), X, Y),
-    "a_prior_at_captured_means": lambda: svi(
-        located(prior=lambda: dist.Normal(column_means(), 1)), X, Y
-    ),
+    "a_prior_at_captured_means": lambda: svi(located(prior=lambda: dist.Normal(column_means(), 1)),
+        X, Y),
     "an_object_that_holds_records": lambda: svi(
         located(lambda x, w, study: (x - jnp.mean(study.table, 0)) @ w), X, Y, Holder(X)
     ),
@@ -481,13 +478,11 @@ refuse({
 refuse({
     "a_basis_centred_at_every_record": lambda: svi(located(basis(N), N), X, Y),
     "records_by_condition": lambda: svi(handlers.condition(regression, {"y": outcomes()}), X),
-    "weights_of_the_records_by_scale": lambda: svi(
-        handlers.scale(regression, jnp.abs(outcomes())), X, Y
-    ),
+    "weights_of_the_records_by_scale": lambda: svi(handlers.scale(regression, jnp.abs(outcomes())),
+        X, Y),
     "a_mask_of_the_records": lambda: svi(handlers.mask(regression, mask=outcomes() > 0), X, Y),
-    "a_prior_at_every_record": lambda: svi(
-        located(lambda x, w: w.mean(), prior=lambda: PRIOR), X, Y
-    ),
+    "a_prior_at_every_record": lambda: svi(located(lambda x, w: w.mean(), prior=lambda: PRIOR), X,
+        Y),
     "a_subsample_of_captured_records": lambda: svi(subsampled, X, Y),
 }, "60")  # fmt: skip
 refuse(
@@ -707,15 +702,12 @@ refuse({
     "a_start_in_the_attribute_of_a_class": started(starting_at(lambda: Study.means)),
     "a_start_in_a_module": started(starting_at(lambda: STUDY.means)),
     "a_subclass_of_an_automatic_guide_that_starts_at_the_means": by_guide(Starting),
-    "a_start_in_a_part_of_a_list": lambda: svi(regression, X, Y, guide=listed_guides(
-        regression, AutoNormal(regression, init_loc_fn=AT_MEANS)
-    )),
-    "a_start_at_one_number_in_an_array": started(
-        init_to_value(values={"mean": outcomes().mean()}), model=one_mean
-    ),
-    "a_chain_that_starts_at_the_means": lambda: mcmc(
-        SGLD(regression, 1e-3, init_strategy=AT_MEANS), X, Y
-    ),
+    "a_start_in_a_part_of_a_list": lambda: svi(regression, X, Y,
+        guide=listed_guides(regression, AutoNormal(regression, init_loc_fn=AT_MEANS))),
+    "a_start_at_one_number_in_an_array": started(init_to_value(values={"mean": outcomes().mean()}),
+        model=one_mean),
+    "a_chain_that_starts_at_the_means": lambda: mcmc(SGLD(regression, 1e-3, init_strategy=AT_MEANS),
+        X, Y),
     "a_chain_with_momentum_that_starts_in_a_closure": lambda: mcmc(
         SGHMC(regression, 1e-3, init_strategy=IN_CLOSURE), X, Y
     ),
@@ -764,28 +756,24 @@ refuse({"a_fold_that_asks_the_host": folded(
     )
 )}, "callback")  # fmt: skip
 refuse({
-    "an_optimiser_that_adds_records": lambda: svi(
-        regression, X, Y, optim=optax.GradientTransformation(lambda params: (), add_records)
-    ),
+    "an_optimiser_that_adds_records": lambda: svi(regression, X, Y,
+        optim=optax.GradientTransformation(lambda params: (), add_records)),
     "an_optimiser_that_starts_with_records": lambda: svi(
         regression, X, Y, optim=optax.GradientTransformation(
             lambda params: held(), lambda updates, state, params=None: (updates, state)
         ),
     ),
-    "an_estimator_that_adds_records_afterwards": lambda: svi(
-        regression, X, Y, estimator=adds_afterwards
-    ),
+    "an_estimator_that_adds_records_afterwards": lambda: svi(regression, X, Y,
+        estimator=adds_afterwards),
 }, "(60, 3)")  # fmt: skip
 refuse({
-    "a_step_size_looked_up_in_records": lambda: svi(
-        regression, X, Y, optim=optax.sgd(lambda step: RATES[step])
-    ),
+    "a_step_size_looked_up_in_records": lambda: svi(regression, X, Y,
+        optim=optax.sgd(lambda step: RATES[step])),
     "a_step_size_of_a_sampler_looked_up_in_records": lambda: mcmc(
         SGLD(regression, lambda step: 1e-3 * RATES[step]), X, Y
     ),
-    "a_damping_looked_up_in_records": lambda: sep(
-        logistic, X, LABELS, damping=lambda step: RATES[step]
-    ),
+    "a_damping_looked_up_in_records": lambda: sep(logistic, X, LABELS,
+        damping=lambda step: RATES[step]),
 }, "(60,)")  # fmt: skip
 
 
@@ -866,10 +854,8 @@ SHORT = np.random.default_rng(2).normal(size=200).astype(np.float32)
 refuse({
     "a_list_of_rows": lambda: svi(listed, [jnp.asarray(row) for row in X], Y),
     "a_tuple_of_rows": lambda: svi(listed, tuple(X), Y),
-    "a_dict_of_rows": lambda: svi(
-        lambda rows, y: listed(list(rows.values()), y),
-        {f"person {i}": row for i, row in enumerate(X)}, Y,
-    ),
+    "a_dict_of_rows": lambda: svi(lambda rows, y: listed(list(rows.values()), y),
+        {f"person {i}": row for i, row in enumerate(X)}, Y),
 }, "args[0]", "(3,)")  # fmt: skip
 refuse({"a_list_of_single_numbers": lambda: svi(slope_of_numbers, [*outcomes()], Y)}, "60")
 refuse({"a_list_of_python_numbers": lambda: svi(slope_of_numbers, Y.tolist(), Y)},
@@ -901,12 +887,10 @@ refuse({"a_panel_with_time_first_whose_records_are_people": lambda: svi(
     panel(N, 12, -1), TIME_FIRST, data_plate="people"
 )}, "args[0]", "(12, 60)")  # fmt: skip
 refuse({
-    "a_long_table_read_through_an_index": lambda: svi(
-        read_through_an_index, LONG, np.arange(200) * 5, SHORT
-    ),
-    "a_long_table_summed_by_person": lambda: svi(
-        summed_by_person, LONG, np.random.default_rng(2).integers(0, 200, 1003), SHORT
-    ),
+    "a_long_table_read_through_an_index": lambda: svi(read_through_an_index, LONG,
+        np.arange(200) * 5, SHORT),
+    "a_long_table_summed_by_person": lambda: svi(summed_by_person, LONG,
+        np.random.default_rng(2).integers(0, 200, 1003), SHORT),
 }, "args[0]", "(1003,)", "public=")  # fmt: skip
 
 
@@ -933,9 +917,8 @@ refuse({
 }, "(60, 3)", "public=")  # fmt: skip
 refuse({
     "a_table_of_patients_under_message_passing": lambda: sep(visits, X, Y, PATIENTS, PATIENT_OF),
-    "a_table_of_patients_in_a_sampler": lambda: mcmc(
-        SGLD(visits, 1e-3), X, Y, PATIENTS, PATIENT_OF
-    ),
+    "a_table_of_patients_in_a_sampler": lambda: mcmc(SGLD(visits, 1e-3), X, Y, PATIENTS,
+        PATIENT_OF),
 }, "args[2]", "(25, 2)", "public=")  # fmt: skip
 refuse({"a_gram_matrix_under_message_passing": lambda: sep(kernel_regression, GRAM, Y)},
        "args[0]", "(60, 60)", "data_plate=", "public=")  # fmt: skip

@@ -115,21 +115,19 @@ def in_batches(name: str) -> Case:
 
 GUIDES = {
     **{name: guided(name) for name in (
-        "AutoNormal", "AutoDiagonalNormal", "AutoMultivariateNormal",
-        "AutoLowRankMultivariateNormal", "AutoIAFNormal", "AutoBNAFNormal", "AutoDelta",
+    "AutoNormal", "AutoDiagonalNormal", "AutoMultivariateNormal",
+    "AutoLowRankMultivariateNormal", "AutoIAFNormal", "AutoBNAFNormal", "AutoDelta",
     )},
-    "AutoLaplaceApproximation": guided(
-        "AutoLaplaceApproximation", "AutoLaplaceApproximation", "Hessian over all records"
-    ),
+    "AutoLaplaceApproximation": guided("AutoLaplaceApproximation", "AutoLaplaceApproximation",
+        "Hessian over all records"),
     "AutoDAIS": guided("AutoDAIS", "AutoDAIS", "all records"),
     **{name: in_batches(name) for name in (
-        "AutoBatchedMultivariateNormal", "AutoBatchedLowRankMultivariateNormal"
+    "AutoBatchedMultivariateNormal", "AutoBatchedLowRankMultivariateNormal"
     )},
     "AutoContinuous": Case(lambda: svi(regression, X, Y, guide=Shifted(regression))),
     "AutoGuideList": Case(lambda: svi(with_scale, X, Y, guide=guide_list(with_scale))),
-    "AutoSemiDAIS": Case(
-        lambda: svi(regression, X, Y, guide=semi_dais(regression)), ("AutoSemiDAIS", "all records")
-    ),
+    "AutoSemiDAIS": Case(lambda: svi(regression, X, Y, guide=semi_dais(regression)),
+        ("AutoSemiDAIS", "all records")),
     "AutoSurrogateLikelihoodDAIS": Case(
         lambda: svi(
             regression, X, Y, guide=autoguide.AutoSurrogateLikelihoodDAIS(regression, regression)

@@ -287,12 +287,10 @@ OF_A_RECORD: dict[str, Callable[[], Call]] = {
     "an_offset_by_keyword": lambda: svi(by_keyword, X)._replace(
         kwargs={"y": Y, "offset": EXPOSURE}
     ),
-    "censored_times": lambda: svi(
-        factor_of(weibull_or_later, weights, positive("shape", 0.5)), X, POSITIVE, LABELS > 0
-    ),
-    "survival_by_pieces": lambda: svi(
-        factor_of(by_pieces, weights, site("level", STANDARD, 4)), X, POSITIVE, LABELS
-    ),
+    "censored_times": lambda: svi(factor_of(weibull_or_later, weights, positive("shape", 0.5)), X,
+        POSITIVE, LABELS > 0),
+    "survival_by_pieces": lambda: svi(factor_of(by_pieces, weights, site("level", STANDARD, 4)), X,
+        POSITIVE, LABELS),
     "weights_by_scale": lambda: svi(weighted, X, EXPOSURE, Y),
     "missing_outcomes_by_mask": lambda: svi(masked, X, LABELS > 0, Y),
     "missing_features_at_a_learned_value": lambda: svi(model_of(
@@ -677,9 +675,8 @@ DRIVERS: dict[str, Callable[[], Call]] = {
         outcome(lambda eta, month: dist.Bernoulli(logits=eta + jnp.asarray(SINES)[month])),
         X, MONTH, LABELS, site=quadrature(),
     ),
-    "message_passing_with_a_public_table": lambda: sep(
-        visits, X, Y, PATIENTS, PATIENT_OF, public=["patients"]
-    ),
+    "message_passing_with_a_public_table": lambda: sep(visits, X, Y, PATIENTS, PATIENT_OF,
+        public=["patients"]),
     "a_sampler_for_a_hierarchy": lambda: mcmc(SGLD(with_levels, 1e-3), X, GROUP, Y),
     "a_sampler_with_falling_steps": lambda: mcmc(
         SGLD(regression, lambda t: 1e-3 / (1 + t / 100) ** 0.55), X, Y
@@ -687,9 +684,8 @@ DRIVERS: dict[str, Callable[[], Call]] = {
     "a_sampler_with_a_start_at_python_numbers": lambda: mcmc(
         SGHMC(one_mean, 1e-3, init_strategy=init_to_value(values={"mean": 0.5})), Y
     ),
-    "a_sampler_with_momentum": lambda: mcmc(
-        SGHMC(regression, 1e-3, init_strategy=init_to_uniform), X, Y
-    ),
+    "a_sampler_with_momentum": lambda: mcmc(SGHMC(regression, 1e-3, init_strategy=init_to_uniform),
+        X, Y),
 }  # fmt: skip
 
 ALL = OUTCOMES | OF_A_RECORD | GROUPS | PUBLIC | PRIORS | GUIDES | DRIVERS

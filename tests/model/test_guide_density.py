@@ -39,16 +39,10 @@ def problem_of(guide):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "kind",
-    [
-        autoguide.AutoDiagonalNormal,
-        autoguide.AutoMultivariateNormal,
-        autoguide.AutoLowRankMultivariateNormal,
-        autoguide.AutoIAFNormal,
-        autoguide.AutoNormal,
-    ],
-)
+@pytest.mark.parametrize("kind", [
+    autoguide.AutoDiagonalNormal, autoguide.AutoMultivariateNormal,
+    autoguide.AutoLowRankMultivariateNormal, autoguide.AutoIAFNormal, autoguide.AutoNormal,
+])  # fmt: skip
 def test_automatic_guides(kind):
     guide = kind(model)
     problem, params = problem_of(guide)

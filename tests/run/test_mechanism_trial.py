@@ -124,12 +124,10 @@ LIES = {
         lambda base, z: noise_times(lambda _: 0.0)(base, z) | {"event": LaplaceDpEvent(z)},
         "standard deviation 0, where",
     ),
-    "noise_scale misstated": (
-        lambda base, _: {"noise_scale": 1.2 * base.noise_scale}, "where noise_scale is",
-    ),
-    "noise scaled by the total": (
-        noise_times(lambda x: 1 + abs(x) / 100), "other noise to another sum",
-    ),
+    "noise_scale misstated": (lambda base, _: {"noise_scale": 1.2 * base.noise_scale},
+        "where noise_scale is"),
+    "noise scaled by the total": (noise_times(lambda x: 1 + abs(x) / 100),
+        "other noise to another sum"),
     "half the total": (
         lambda base, _: {
             "privatise": lambda key, total, state: base.privatise(

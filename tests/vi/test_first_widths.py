@@ -35,14 +35,11 @@ def first(guide, init_params=None, noise=1.0, **settings):
 
 @pytest.mark.full
 @pytest.mark.table
-@pytest.mark.parametrize(
-    ("kind", "read"),
-    [
-        (AutoDiagonalNormal, lambda p: p["auto_scale"]),
-        (AutoMultivariateNormal, lambda p: np.diag(p["auto_scale_tril"])),
-        (AutoNormal, lambda p: [p["a_auto_scale"], p["b_auto_scale"]]),
-    ],
-)
+@pytest.mark.parametrize(("kind", "read"), [
+    (AutoDiagonalNormal, lambda p: p["auto_scale"]),
+    (AutoMultivariateNormal, lambda p: np.diag(p["auto_scale_tril"])),
+    (AutoNormal, lambda p: [p["a_auto_scale"], p["b_auto_scale"]]),
+])  # fmt: skip
 def test_widths_are_half_a_prior_sd_and_at_most_half_a_unit(kind, read):
     np.testing.assert_allclose(read(first(kind(model))), [0.05, 0.5], rtol=1e-3)
     np.testing.assert_allclose(read(first(kind(model), init_scale=0.2)), [0.02, 0.2], rtol=1e-3)
