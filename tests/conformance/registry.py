@@ -125,10 +125,8 @@ MECHANISMS: tuple[MechanismRow, ...] = (
     MechanismRow("gaussian by entry", GaussianMechanism(), {"b": 0.5, ...: 2.0}),
     MechanismRow("adaptive", GaussianMechanism(), AdaptiveClip(1.5, share=0.1)),
     MechanismRow("automatic", example("automatic_clipping").AutomaticClipping()),
-    MechanismRow(
-        "automatic by entry", example("automatic_clipping").AutomaticClipping(0.5),
-        {"b": 0.5, ...: 2.0},
-    ),
+    MechanismRow("automatic by entry", example("automatic_clipping").AutomaticClipping(0.5),
+        {"b": 0.5, ...: 2.0}),
     MechanismRow("correlated", CorrelatedNoise(0.5)),
 )  # fmt: skip
 

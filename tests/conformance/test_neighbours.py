@@ -149,13 +149,10 @@ def test_dropping_or_replacing_a_record(name, blocks):
     assert min(largest.values()) > 0.7  # the bound was reached: the test could have failed
 
 
-@pytest.mark.parametrize(
-    "release",
-    [
-        pytest.param(None, id="plain", marks=pytest.mark.extended),
-        pytest.param(LossRelease(5.0, 0.2), id="with loss"),
-    ],
-)
+@pytest.mark.parametrize("release", [
+    pytest.param(None, id="plain", marks=pytest.mark.extended),
+    pytest.param(LossRelease(5.0, 0.2), id="with loss"),
+])  # fmt: skip
 @pytest.mark.parametrize(
     "sampler", [Poisson(0.5), FixedSize(4), Permutation(4), FullBatch()], ids=str
 )

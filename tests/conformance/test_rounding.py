@@ -222,13 +222,10 @@ def test_parameters_and_latents_of_half_precision(row):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "prior",
-    [
-        pytest.param(dist.Dirichlet(jnp.ones(4)), id="simplex"),
-        pytest.param(dist.LKJCholesky(4), id="cholesky", marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.parametrize("prior", [
+    pytest.param(dist.Dirichlet(jnp.ones(4)), id="simplex"),
+    pytest.param(dist.LKJCholesky(4), id="cholesky", marks=pytest.mark.extended),
+])  # fmt: skip
 @pytest.mark.parametrize("row", rows_to_run(guides_only=True, simulated=False))
 def test_a_point_at_the_edge_of_its_support(row, prior):
     """The guide's transform and its inverse are no identity there, in floating point."""

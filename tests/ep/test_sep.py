@@ -366,17 +366,14 @@ def with_correlations(x, y):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("make", "arguments", "message"),
-    [
-        (lambda: SEP(scale_of_the_prior), 1, "not quadratic"),
-        (lambda: SEP(with_a_parameter), 1, "no parameters of its own"),
-        (lambda: SEP(with_correlations, diagonal_normal), 2, "prior has correlations"),
-        (lambda: SEP(coin, {"q": beta()}), 1, "a family for each of the latent sites"),
-        (lambda: SEP(coin, {"p": gamma()}), 1, "prior of latent site 'p' is not in its family"),
-        (lambda: SEP(scale_of_the_prior, {"scale": gamma(), "mean": gamma()}), 1, "family"),
-    ],
-)
+@pytest.mark.parametrize(("make", "arguments", "message"), [
+    (lambda: SEP(scale_of_the_prior), 1, "not quadratic"),
+    (lambda: SEP(with_a_parameter), 1, "no parameters of its own"),
+    (lambda: SEP(with_correlations, diagonal_normal), 2, "prior has correlations"),
+    (lambda: SEP(coin, {"q": beta()}), 1, "a family for each of the latent sites"),
+    (lambda: SEP(coin, {"p": gamma()}), 1, "prior of latent site 'p' is not in its family"),
+    (lambda: SEP(scale_of_the_prior, {"scale": gamma(), "mean": gamma()}), 1, "family"),
+])  # fmt: skip
 def test_models_that_do_not_fit_are_refused_by_name(make, arguments, message):
     x, y = binary_data(10)
     given = (x, y) if arguments == 2 else (y.astype(np.float32),)
@@ -384,15 +381,12 @@ def test_models_that_do_not_fit_are_refused_by_name(make, arguments, message):
         make().run(KEY, 1, *given)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"damping": 0.0}, "damping"),
-        ({"damping": 1.5}, "damping"),
-        ({"precision_weight": -1.0}, "precision_weight"),
-        ({"clip_norm": 0.0}, "clip_norm"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"damping": 0.0}, "damping"),
+    ({"damping": 1.5}, "damping"),
+    ({"precision_weight": -1.0}, "precision_weight"),
+    ({"clip_norm": 0.0}, "clip_norm"),
+])  # fmt: skip
 def test_bad_settings_are_refused_with_their_value(options, message):
     settings = {"clip_norm": 1.0, "sampler": FullBatch(), "budget": BUDGET} | options
     with pytest.raises(ValueError, match=message):
@@ -412,19 +406,16 @@ def test_bad_starts_are_refused():
         SEP(logistic).guide()
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: SEP(logistic, site=quadrature), "built by a call"),
-        (lambda: SEP(logistic, normal(3)), "not called"),
-        (lambda: SEP(logistic, beta), "not called"),
-        (lambda: SEP(logistic, budget=BUDGET), "Use DPSEP"),
-        (lambda: SEP(logistic, shared_precision="no"), "shared_precision"),
-        (lambda: SEP(coin, {"p": normal(1)}), "no family by site"),
-        (lambda: SEP(coin, {"p": beta}), "Family for site 'p'"),
-        (lambda: SEP(coin, {"p": beta()}, precision_weight=2.0), "Use a normal family"),
-    ],
-)
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: SEP(logistic, site=quadrature), "built by a call"),
+    (lambda: SEP(logistic, normal(3)), "not called"),
+    (lambda: SEP(logistic, beta), "not called"),
+    (lambda: SEP(logistic, budget=BUDGET), "Use DPSEP"),
+    (lambda: SEP(logistic, shared_precision="no"), "shared_precision"),
+    (lambda: SEP(coin, {"p": normal(1)}), "no family by site"),
+    (lambda: SEP(coin, {"p": beta}), "Family for site 'p'"),
+    (lambda: SEP(coin, {"p": beta()}, precision_weight=2.0), "Use a normal family"),
+])  # fmt: skip
 def test_arguments_of_another_kind_are_refused(make, message):
     with pytest.raises((TypeError, ValueError), match=message):
         make()

@@ -99,14 +99,11 @@ def narrow(t):
 LIKELIHOODS = {
     "logistic": (lambda t: -jnp.logaddexp(0.0, -t), lambda t: -np.logaddexp(0.0, -t), 1e-4),
     "poisson": (lambda t: 3 * t - jnp.exp(t), lambda t: 3 * t - np.exp(t), 1e-4),
-    "student": (
-        lambda t: dist.StudentT(3.0, 1.0, 0.5).log_prob(t),
-        lambda t: stats.t(3.0, 1.0, 0.5).logpdf(t),
-        3e-2,
-    ),
+    "student": (lambda t: dist.StudentT(3.0, 1.0, 0.5).log_prob(t),
+        lambda t: stats.t(3.0, 1.0, 0.5).logpdf(t), 3e-2),
     "narrow": (narrow, narrow, 1e-4),
     "laplace": (lambda t: -jnp.abs(t - 0.3), lambda t: -np.abs(t - 0.3), 4e-2),
-}
+}  # fmt: skip
 
 
 @pytest.mark.extended
@@ -248,15 +245,12 @@ def counts(x, hours):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("model", "family", "record", "expected"),
-    [
-        (bernoulli, {"p": beta()}, (1,), {"p_log": 1.0, "p_log_complement": 0.0}),
-        (bernoulli, {"p": beta()}, (0,), {"p_log": 0.0, "p_log_complement": 1.0}),
-        (categorical_model, {"p": dirichlet(3)}, (2,), {"p_log": [0.0, 0.0, 1.0]}),
-        (counts, {"rate": gamma()}, (4, 2.5), {"rate_log": 4.0, "rate_rate": 2.5}),
-    ],
-)
+@pytest.mark.parametrize(("model", "family", "record", "expected"), [
+    (bernoulli, {"p": beta()}, (1,), {"p_log": 1.0, "p_log_complement": 0.0}),
+    (bernoulli, {"p": beta()}, (0,), {"p_log": 0.0, "p_log_complement": 1.0}),
+    (categorical_model, {"p": dirichlet(3)}, (2,), {"p_log": [0.0, 0.0, 1.0]}),
+    (counts, {"rate": gamma()}, (4, 2.5), {"rate_log": 4.0, "rate_rate": 2.5}),
+])  # fmt: skip
 def test_conjugate_sites_of_other_families(model, family, record, expected):
     example = tuple(jnp.asarray(value) for value in record)
     problem = problem_of(model, family, *(jnp.stack([value] * 12) for value in example))
@@ -379,17 +373,14 @@ def test_a_record_that_is_not_a_number_gives_no_number():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("likelihood", "kind"),
-    [
-        (lambda t: dist.Normal(t, 1.0), "conjugate"),
-        (lambda t: dist.Bernoulli(logits=t), "linear"),
-        (lambda t: dist.Poisson(jnp.exp(t)), "linear"),
-        (lambda t: dist.NegativeBinomial2(jnp.exp(t), 2.0), "linear"),
-        (lambda t: dist.Binomial(7, logits=t), "linear"),
-        (lambda t: dist.StudentT(3.0, t, 1.0), "linear"),
-    ],
-)
+@pytest.mark.parametrize(("likelihood", "kind"), [
+    (lambda t: dist.Normal(t, 1.0), "conjugate"),
+    (lambda t: dist.Bernoulli(logits=t), "linear"),
+    (lambda t: dist.Poisson(jnp.exp(t)), "linear"),
+    (lambda t: dist.NegativeBinomial2(jnp.exp(t), 2.0), "linear"),
+    (lambda t: dist.Binomial(7, logits=t), "linear"),
+    (lambda t: dist.StudentT(3.0, t, 1.0), "linear"),
+])  # fmt: skip
 def test_the_kind_of_site_is_read_off_the_likelihood(likelihood, kind):
     x, y = records("binary")
     problem = problem_of(glm(likelihood), normal, x, y.astype(np.float32))

@@ -105,13 +105,10 @@ def test_draws_make_up_for_what_privacy_noise_leaves(kernel):
     assert (step * noise) ** 2 > 0.01 * total.max()  # it is a part of it that the check sees
 
 
-@pytest.mark.parametrize(
-    "chains, changes, match",
-    [
-        (Chains(4, 0, 10, 1), {"mechanism": CorrelatedNoise()}, "Several chains would spend more"),
-        (Chains(1, 0, 10, 1), {"num_steps": 10}, "num_steps=10 too"),
-    ],
-)
+@pytest.mark.parametrize("chains, changes, match", [
+    (Chains(4, 0, 10, 1), {"mechanism": CorrelatedNoise()}, "Several chains would spend more"),
+    (Chains(1, 0, 10, 1), {"num_steps": 10}, "num_steps=10 too"),
+])  # fmt: skip
 def test_chains_of_any_driver_are_runs_of_their_own(chains, changes, match):
     """The event of one run with correlated noise is not that of four."""
     driver = DPSVI(

@@ -69,17 +69,14 @@ KERNELS = {
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    ("name", "temperature"),
-    [
-        ("sgld", 1.0),
-        ("sgld", 0.5),
-        ("preconditioned", 1.0),
-        pytest.param("preconditioned", 0.5, marks=pytest.mark.extended),
-        ("sghmc", 1.0),
-        pytest.param("sghmc", 0.5, marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.parametrize(("name", "temperature"), [
+    ("sgld", 1.0),
+    ("sgld", 0.5),
+    ("preconditioned", 1.0),
+    pytest.param("preconditioned", 0.5, marks=pytest.mark.extended),
+    ("sghmc", 1.0),
+    pytest.param("sghmc", 0.5, marks=pytest.mark.extended),
+])  # fmt: skip
 def test_the_conjugate_posterior_where_nothing_is_clipped(name, temperature):
     x = records()
     kernel = KERNELS[name](temperature=temperature)
@@ -268,24 +265,20 @@ def with_param(x):
         numpyro.sample("x", dist.Normal(mean, scale).expand([DIM]).to_event(1), obs=x)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"budget": None}, ValueError, "Expected a budget or a noise_multiplier"),
-        ({"clip_norm": None}, TypeError, "clip_norm=None"),
-        ({"clip_norm": math.inf}, BudgetError, "finite clip_norm"),
-        ({"num_samples": None}, TypeError, "num_samples"),
-        ({"num_samples": 10, "thinning": 4}, ValueError, "multiple of thinning=4, got 10"),
-        ({"num_chains": 0}, ValueError, "num_chains=0"),
-        ({"num_warmup": -1}, ValueError, "num_warmup=-1"),
-        ({"clip_norm": AdaptiveClip(1.0)}, TypeError, "AdaptiveClip"),
-        ({"clip_norm": -1.0}, ValueError, "clip_norm=-1.0"),
-        ({"budget": None, "noise_multiplier": 0.0}, ValueError, "Pass a step_size"),
-        ({"budget": 1.0}, TypeError, "PrivacyBudget"),
-        ({"sampler": Permutation(100), "num_chains": 2, "num_samples": 52}, ValueError, "epochs"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
+@pytest.mark.parametrize(("change", "error", "message"), [
+    ({"budget": None}, ValueError, "Expected a budget or a noise_multiplier"),
+    ({"clip_norm": None}, TypeError, "clip_norm=None"),
+    ({"clip_norm": math.inf}, BudgetError, "finite clip_norm"),
+    ({"num_samples": None}, TypeError, "num_samples"),
+    ({"num_samples": 10, "thinning": 4}, ValueError, "multiple of thinning=4, got 10"),
+    ({"num_chains": 0}, ValueError, "num_chains=0"),
+    ({"num_warmup": -1}, ValueError, "num_warmup=-1"),
+    ({"clip_norm": AdaptiveClip(1.0)}, TypeError, "AdaptiveClip"),
+    ({"clip_norm": -1.0}, ValueError, "clip_norm=-1.0"),
+    ({"budget": None, "noise_multiplier": 0.0}, ValueError, "Pass a step_size"),
+    ({"budget": 1.0}, TypeError, "PrivacyBudget"),
+    ({"sampler": Permutation(100), "num_chains": 2, "num_samples": 52}, ValueError, "epochs"),
+], ids=lambda value: "-".join(value) if isinstance(value, dict) else "")  # fmt: skip
 def test_bad_settings_are_named(change, error, message):
     with pytest.raises(error, match=message):
         sampler(SGLD(gaussian_mean), **{"budget": BUDGET} | change).run(KEY, records(1000))

@@ -58,15 +58,12 @@ X = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("model", "args", "draws"),
-    [
-        (masked, (X[:, 0],), True),
-        (plain, (X[:, 0],), False),
-        (with_flax(True), (X, X[:, 0]), True),
-        (with_flax(False), (X, X[:, 0]), False),
-    ],
-)
+@pytest.mark.parametrize(("model", "args", "draws"), [
+    (masked, (X[:, 0],), True),
+    (plain, (X[:, 0],), False),
+    (with_flax(True), (X, X[:, 0]), True),
+    (with_flax(False), (X, X[:, 0]), False),
+])  # fmt: skip
 def test_whether_a_model_draws_is_seen(model, args, draws):
     assert read_model(model, args, {}).draws is draws
 

@@ -144,22 +144,19 @@ def test_a_value_that_is_not_a_number_is_missing_and_nobody_hears_of_it():
         assert raised.value.__cause__ is None and raised.value.__context__ is None
 
 
-@pytest.mark.parametrize(
-    ("columns", "error", "words"),
-    [
-        ({"height": (0, 2)}, ValueError, "no columns"),
-        ({"age": (80, 20)}, ValueError, "low < high"),
-        ({"age": (0, math.inf)}, ValueError, "low < high"),
-        ({"age": (0, 1, 2)}, TypeError, "Categories are a list"),
-        ({"sex": (0, 1)}, TypeError, "does not hold numbers"),
-        ({"sex": ["m", "w"]}, ValueError, "none of its categories"),
-        ({"sex": ["f", "m", "m"]}, ValueError, "not distinct"),
-        ({"sex": ["f"]}, TypeError, "two or more categories"),
-        ({"sex": "category"}, TypeError, "Expected a range"),
-        ({}, TypeError, "dict by column"),
-        (["age"], TypeError, "dict by column"),
-    ],
-)
+@pytest.mark.parametrize(("columns", "error", "words"), [
+    ({"height": (0, 2)}, ValueError, "no columns"),
+    ({"age": (80, 20)}, ValueError, "low < high"),
+    ({"age": (0, math.inf)}, ValueError, "low < high"),
+    ({"age": (0, 1, 2)}, TypeError, "Categories are a list"),
+    ({"sex": (0, 1)}, TypeError, "does not hold numbers"),
+    ({"sex": ["m", "w"]}, ValueError, "none of its categories"),
+    ({"sex": ["f", "m", "m"]}, ValueError, "not distinct"),
+    ({"sex": ["f"]}, TypeError, "two or more categories"),
+    ({"sex": "category"}, TypeError, "Expected a range"),
+    ({}, TypeError, "dict by column"),
+    (["age"], TypeError, "dict by column"),
+])  # fmt: skip
 @pytest.mark.table
 def test_bad_columns_are_refused(columns, error, words):
     with pytest.raises(error, match=words) as raised:

@@ -176,29 +176,21 @@ def at_value(model):
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    "AutoNormal, nested plates": lambda: Case(
-        nested, AutoNormal, (_x(),), options={"data_plate": "records"}
-    ),
+    "AutoNormal, nested plates": lambda: Case(nested, AutoNormal, (_x(),),
+        options={"data_plate": "records"}),
     "AutoDiagonalNormal, supports": lambda: Case(supports, AutoDiagonalNormal, (_x(), _y())),
     "AutoDelta, supports": lambda: Case(supports, AutoDelta, (_x(), _y())),
     "AutoGuideList": lambda: Case(mixture, guide_list, (_y(),)),
-    "AutoMultivariateNormal, reparam": lambda: Case(
-        reparametrised, AutoMultivariateNormal, (_x(), _binary())
-    ),
-    "AutoLowRank, mixture": lambda: Case(
-        mixture,
-        lambda m: AutoLowRankMultivariateNormal(m, rank=2, init_loc_fn=init_to_median),
-        (_y(),),
-    ),
-    "AutoIAFNormal, particles": lambda: Case(
-        regression, lambda m: AutoIAFNormal(m, hidden_dims=[4]), (_x(), _y()), num_particles=2
-    ),
-    "hand-written, auxiliary, dynamic support": lambda: Case(
-        dynamic_support, lambda m: guide_with_auxiliary_site, (_y(),)
-    ),
-    "hand-written, constrained": lambda: Case(
-        regression, lambda m: constrained_guide, (_x(), _y()), init_params={"a": 4.0}
-    ),
+    "AutoMultivariateNormal, reparam": lambda: Case(reparametrised, AutoMultivariateNormal,
+        (_x(), _binary())),
+    "AutoLowRank, mixture": lambda: Case(mixture,
+        lambda m: AutoLowRankMultivariateNormal(m, rank=2, init_loc_fn=init_to_median), (_y(),)),
+    "AutoIAFNormal, particles": lambda: Case(regression,
+        lambda m: AutoIAFNormal(m, hidden_dims=[4]), (_x(), _y()), num_particles=2),
+    "hand-written, auxiliary, dynamic support": lambda: Case(dynamic_support,
+        lambda m: guide_with_auxiliary_site, (_y(),)),
+    "hand-written, constrained": lambda: Case(regression, lambda m: constrained_guide, (_x(), _y()),
+        init_params={"a": 4.0}),
     "own parameters": lambda: Case(own_parameters, AutoDiagonalNormal, (_x(), _y())),
     "pytree": lambda: Case(
         pytree,
@@ -208,10 +200,9 @@ CASES: dict[str, Callable[[], Case]] = {
         {"family": "laplace"},
         options={"public": ["offset"]},
     ),
-    "init_to_value, keywords": lambda: Case(
-        regression, at_value, (), {"y": _y(), "x": _x()}, options={"public": [np.arange(3.0)]}
-    ),
-}
+    "init_to_value, keywords": lambda: Case(regression, at_value, (), {"y": _y(), "x": _x()},
+        options={"public": [np.arange(3.0)]}),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -225,13 +216,9 @@ def _settings():
 
 SLOW = {"AutoGuideList", "AutoMultivariateNormal, reparam", "hand-written, constrained"}
 EXTENDED = {
-    "AutoDelta, supports",
-    "AutoGuideList",
-    "AutoMultivariateNormal, reparam",
-    "AutoDiagonalNormal, supports",
-    "AutoIAFNormal, particles",
-    "AutoLowRank, mixture",
-}
+    "AutoDelta, supports", "AutoGuideList", "AutoMultivariateNormal, reparam",
+    "AutoDiagonalNormal, supports", "AutoIAFNormal, particles", "AutoLowRank, mixture",
+}  # fmt: skip
 
 
 def _marks(name: str) -> list[Any]:

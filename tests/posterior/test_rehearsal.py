@@ -36,10 +36,8 @@ DRIVERS = {
         {"num_steps": 500},
     ),
     # Its sites are not centred, so its clip norm must not bite.
-    "DPSEP": (
-        lambda: DPSEP(model, **grouped(scale=0.5, **COMMON | {"clip_norm": 3.0})),
-        {"num_steps": 15},
-    ),
+    "DPSEP": (lambda: DPSEP(model, **grouped(scale=0.5, **COMMON | {"clip_norm": 3.0})),
+        {"num_steps": 15}),
     "DPMCMC": (
         lambda: DPMCMC(
             SGLD(model),
@@ -47,7 +45,7 @@ DRIVERS = {
         ),
         {},
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.full  # tests/posterior/test_scores.py has other drivers

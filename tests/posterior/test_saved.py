@@ -163,14 +163,11 @@ def by_age(pick):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "picks",
-    [
-        (lambda w, a: w[0] * a, lambda w, a: w[0] * a**2),
-        (lambda w, a: w[0] * (a == 1), lambda w, a: w[0] * (a >= 1)),
-        (lambda w, a: w[jnp.clip(a, 0, 3)], lambda w, a: w[jnp.clip(a, 0, 2)]),
-    ],
-)
+@pytest.mark.parametrize("picks", [
+    (lambda w, a: w[0] * a, lambda w, a: w[0] * a**2),
+    (lambda w, a: w[0] * (a == 1), lambda w, a: w[0] * (a >= 1)),
+    (lambda w, a: w[jnp.clip(a, 0, 3)], lambda w, a: w[jnp.clip(a, 0, 2)]),
+])  # fmt: skip
 def test_models_that_differ_at_some_integers_are_told_apart(picks, tmp_path):
     one, other = map(by_age, picks)
     age, counts = RNG.integers(0, 4, 400), RNG.poisson(1.0, 400)

@@ -316,21 +316,18 @@ def test_a_process_that_is_killed_while_it_charges_adds_no_run(file):
     assert [each.spending.run for each in Ledger(file, TOTAL).entries] == ["a"]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"steps": 1},
-        {"steps": []},
-        {"steps": [["none", 1.0, None, 0.0, 1]]},
-        {"steps": [["poisson", 2.0, None, 5.0, 1]]},
-        {"steps": [["none", 1.0, None, 5.0, -1]]},
-        {"steps": [["none", 1.0, None, math.nan, 1]]},
-        {"failure_prob": -1},
-        {"total_variation": 2},
-        {"run": "b"},
-        {"other": 1},
-    ],
-)
+@pytest.mark.parametrize("change", [
+    {"steps": 1},
+    {"steps": []},
+    {"steps": [["none", 1.0, None, 0.0, 1]]},
+    {"steps": [["poisson", 2.0, None, 5.0, 1]]},
+    {"steps": [["none", 1.0, None, 5.0, -1]]},
+    {"steps": [["none", 1.0, None, math.nan, 1]]},
+    {"failure_prob": -1},
+    {"total_variation": 2},
+    {"run": "b"},
+    {"other": 1},
+])  # fmt: skip
 @pytest.mark.every_case
 def test_damage_stops_all_runs(file, change):
     ledger = Ledger(file, TOTAL)

@@ -64,11 +64,9 @@ DRIVERS = {
     "DPSVI": (svi, (X,)),
     "DPSEP": (lambda **changes: DPSEP(model, **grouped(**NOISE | changes)), (X,)),
     "DPEM": (lambda **changes: DPEM(2, **grouped(**NOISE | changes)), (TABLE,)),
-    "DPPBP": (
-        lambda **changes: DPPBP(RegressionNetwork((2,)), **grouped(**NOISE | changes)),
-        (TABLE, X),
-    ),
-}
+    "DPPBP": (lambda **changes: DPPBP(RegressionNetwork((2,)), **grouped(**NOISE | changes)),
+        (TABLE, X)),
+}  # fmt: skip
 run = {"progress_bar": False}
 
 

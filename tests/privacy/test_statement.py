@@ -153,19 +153,16 @@ def test_figures_are_rounded_up():
         assert 0 <= float(text.removesuffix(" %")) - 100 * rate < 1e-2
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"attack": None},
-        {"attack": [[0.1]]},
-        {"released": None},
-        {"epsilon": "a"},
-        {"epsilon": -1},
-        {"delta": None},
-        {"relation": "z"},
-        {"versions": 3},
-    ],
-)
+@pytest.mark.parametrize("change", [
+    {"attack": None},
+    {"attack": [[0.1]]},
+    {"released": None},
+    {"epsilon": "a"},
+    {"epsilon": -1},
+    {"delta": None},
+    {"relation": "z"},
+    {"versions": 3},
+])  # fmt: skip
 @pytest.mark.every_case
 def test_changed_statements_are_refused(change):
     report = of_laplace()

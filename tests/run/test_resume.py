@@ -39,16 +39,13 @@ def state():
 
 @pytest.mark.table
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("changes", "rows", "field"),
-    [
-        ({}, 40, "num_examples=50"),
-        ({"sampler": Poisson(0.1)}, 50, "sampler=Poisson"),
-        ({"sampler": FixedSize(10)}, 50, "sampler=Poisson"),
-        ({"clip_norm": 2.0}, 50, "clip_norm=1.0"),
-        ({"loss_release": LossRelease(1.0)}, 50, "loss_release=None"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "rows", "field"), [
+    ({}, 40, "num_examples=50"),
+    ({"sampler": Poisson(0.1)}, 50, "sampler=Poisson"),
+    ({"sampler": FixedSize(10)}, 50, "sampler=Poisson"),
+    ({"clip_norm": 2.0}, 50, "clip_norm=1.0"),
+    ({"loss_release": LossRelease(1.0)}, 50, "loss_release=None"),
+])  # fmt: skip
 def test_another_setting_is_refused(state, changes, rows, field):
     other = driver(**changes)
     with pytest.raises(BudgetError, match=field):

@@ -312,24 +312,21 @@ def test_latents_of_rows_are_refused():
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize(
-    "ids",
-    [
-        np.array(["a", None, "b"], object),
-        np.array(["a", np.nan, "b"], object),
-        np.array([1, 1.0, 2], object),
-        np.array([1, "1", 2], object),
-        np.array([None, None, None], object),
-        np.array(["2020-01-01", "NaT", "2020-01-02"], "datetime64[D]"),
-        np.array([1.0, np.nan, 2.0]),
-        ["a", float("nan"), "b"],
-        [1, 2.0, 3],
-        [2**53, 2**53 + 1, 1.0],
-        np.array([2**53, 2**53 + 1, 1.0]),
-        np.array([2**24, 2**24 + 1, 1], np.float32),
-        np.ma.array([1, 2, 3], mask=[False, True, False]),
-    ],
-)
+@pytest.mark.parametrize("ids", [
+    np.array(["a", None, "b"], object),
+    np.array(["a", np.nan, "b"], object),
+    np.array([1, 1.0, 2], object),
+    np.array([1, "1", 2], object),
+    np.array([None, None, None], object),
+    np.array(["2020-01-01", "NaT", "2020-01-02"], "datetime64[D]"),
+    np.array([1.0, np.nan, 2.0]),
+    ["a", float("nan"), "b"],
+    [1, 2.0, 3],
+    [2**53, 2**53 + 1, 1.0],
+    np.array([2**53, 2**53 + 1, 1.0]),
+    np.array([2**24, 2**24 + 1, 1], np.float32),
+    np.ma.array([1, 2, 3], mask=[False, True, False]),
+])  # fmt: skip
 def test_missing_and_mixed_ids_are_refused(ids):
     with pytest.raises(ValueError, match="missing ids, ids of several types"):
         group(ids, 3, 2)
