@@ -10,37 +10,25 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from correlated import CorrelatedNoise
-from flat import grouped
+from flat import dpmcmc, dpsvi
+from models import scored
 from numpyro.infer import Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_dp import DPMCMC, DPSVI, SGHMC, SGLD, PreconditionedSGLD
+from numpyro_dp import SGHMC, SGLD, PreconditionedSGLD
 from numpyro_dp.extend import Chains
 from numpyro_dp.samplers import FullBatch, Poisson
 
 DIM, CHAINS, STEPS = 16, 3, 1500
 SIGMA = 5.0  # of the statistic's own standard error
 
-
-def linear(x):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([DIM]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.factor("y", x @ w)
+linear = scored(lambda x, w: x @ w, w=dist.Normal(0, 1).expand([DIM]).to_event(1))
 
 
 def positions(x, **options):
     """Positions of all chains, which start at the same place: (chains, steps + 1, DIM)."""
-    mcmc = DPMCMC(
-        **grouped(
-            num_warmup=0,
-            num_samples=STEPS,
-            num_chains=CHAINS,
-            clip_norm=2.0,
-            progress_bar=False,
-            data_plate="records",
-            **options,
-        )
-    )
+    mcmc = dpmcmc(num_warmup=0, num_samples=STEPS, num_chains=CHAINS, clip_norm=2.0,
+                  data_plate="records", **options)  # fmt: skip
     start = jnp.zeros(DIM)
     mcmc.run(jax.random.key(0), jnp.asarray(x), init_params={"w": start})
     found = np.asarray(mcmc.get_samples(group_by_chain=True)["w"], np.float64)
@@ -111,10 +99,8 @@ def test_draws_make_up_for_what_privacy_noise_leaves(kernel):
 ])  # fmt: skip
 def test_chains_of_any_driver_are_runs_of_their_own(chains, changes, match):
     """The event of one run with correlated noise is not that of four."""
-    driver = DPSVI(
-        linear, AutoDelta(linear), numpyro.optim.SGD(0.1), Trace_ELBO(),
-        **grouped(clip_norm=1.0, sampler=FullBatch(), noise_multiplier=1.0, data_plate="records"),
-    )  # fmt: skip
+    driver = dpsvi(linear, AutoDelta, numpyro.optim.SGD(0.1), Trace_ELBO(), data_plate="records",
+                   estimator=None)  # fmt: skip
     settings = driver.settings
     if "mechanism" in changes:
         changes = {"privacy": dataclasses.replace(settings.privacy, **changes)}

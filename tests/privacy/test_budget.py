@@ -5,18 +5,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpyro
-import numpyro.distributions as dist
 import optax
 import pytest
 from dp_accounting import ComposedDpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting import SelfComposedDpEvent as Several
 from dp_accounting.pld import PLDAccountant
-from flat import grouped
+from flat import dpmcmc, dpsvi
 from gaussian import gaussian
+from models import mean_of
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_dp import DPMCMC, DPSVI, SGLD, Privacy, PrivacyBudget
+from numpyro_dp import SGLD, PrivacyBudget
 from numpyro_dp.estimators import vanilla
 from numpyro_dp.privacy.noise import TOTAL_VARIATION
 from numpyro_dp.privacy.plan import BudgetError, PrivacyReport, make_plan
@@ -124,27 +123,12 @@ def test_caveats_of_earlier_runs_are_told():
     assert "Earlier run: repetition=True" in later
 
 
-def model(x):
-    mean = numpyro.sample("mean", dist.Normal(0, 3))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+model = mean_of(3)
 
 
 def driver(budget, **options):
-    return DPSVI(
-        model,
-        AutoDelta(model),
-        optax.sgd(1e-3),
-        **grouped(
-            estimator=vanilla(),
-            clip_norm=1.0,
-            sampler=FullBatch(),
-            budget=budget,
-            secret_key=7,
-            repetition=True,
-            **options,
-        ),
-    )
+    return dpsvi(model, AutoDelta, optax.sgd(1e-3), estimator=vanilla(), budget=budget,
+                 secret_key=7, repetition=True, **options)  # fmt: skip
 
 
 @pytest.mark.extended
@@ -156,10 +140,8 @@ def test_a_run_after_another_resumes_with_its_budget_alone():
     ended = svi.run(key, 3, x, init_state=begun.state, progress_bar=False)
     assert 0.99 < ended.privacy.epsilon <= 1.0
     assert svi.privacy(ended.state).epsilon == ended.privacy.epsilon
-    others = driver(high, num_steps=6), DPSVI(
-        model, AutoDelta(model), optax.sgd(1e-3), estimator=vanilla(), clip_norm=1.0,
-        sampler=FullBatch(), privacy=Privacy(noise_multiplier=40.0),
-    )  # fmt: skip
+    without = dpsvi(model, AutoDelta, optax.sgd(1e-3), estimator=vanilla(), noise_multiplier=40.0)
+    others = driver(high, num_steps=6), without
     for other in others:
         with pytest.raises(BudgetError, match="state has a budget with 1 earlier runs"):
             other.run(key, 3, x, init_state=begun.state, progress_bar=False)
@@ -187,10 +169,7 @@ def test_sweeps_and_chains_count_earlier_runs():
     found = driver(high.after(first)).sweep(jax.random.split(key, 2), 3, x, epsilon=[0.9, 1.0])
     assert [round(each.epsilon, 2) for each in found.privacy] == [0.9, 0.9, 1.0, 1.0]
     assert len(high.after(*found.privacy).earlier) == 5
-    mcmc = DPMCMC(
-        SGLD(model), num_warmup=2, num_samples=3, num_chains=2, clip_norm=1.0, sampler=FullBatch(),
-        budget=high.after(first), progress_bar=False,
-    )  # fmt: skip
+    mcmc = dpmcmc(SGLD(model), num_warmup=2, num_samples=3, num_chains=2, budget=high.after(first))
     mcmc.run(key, x)
     assert 0.99 < mcmc.privacy.epsilon <= 1.0
     assert "1 earlier" in str(mcmc.privacy)

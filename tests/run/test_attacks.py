@@ -5,11 +5,11 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from flat import grouped
+from flat import dpsvi, grouped
+from models import given, logistic, slopes
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 from scipy import stats
 
@@ -37,11 +37,7 @@ X = np.zeros((8, 3), np.float32)
 X[:7, :2], X[7, 2] = rng.normal(size=(7, 2)), 50
 Y = np.array([0, 1, 1, 0, 1, 0, 1, 0])
 
-
-def model(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+model = logistic("rows")
 
 
 def svi(sampler=FullBatch(), **more):  # noqa: B008
@@ -88,22 +84,14 @@ def test_too_little_noise_is_found(monkeypatch):
     assert "THE CLAIM IS WRONG" in str(found)
 
 
-def wide(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
+wide = given(lambda x, w: dist.Normal(x @ w, 1), "rows", w=slopes())
 
 
 def one_run(**changes):
     x = np.concatenate([50 * np.eye(60), 0.01 * rng.normal(size=(20, 60))]).astype(np.float32)
     y = np.concatenate([np.full(60, 50.0), np.zeros(20)]).astype(np.float32)
     settings = {"budget": PrivacyBudget(8.0, 1e-5)} | changes
-    driver = DPSVI(
-        wide,
-        AutoDelta(wide),
-        optax.sgd(1e-4),
-        **grouped(estimator=aligned(), clip_norm=1.0, sampler=Poisson(0.5), **settings),
-    )
+    driver = dpsvi(wide, AutoDelta, optax.sgd(1e-4), sampler=Poisson(0.5), **settings)
     return audit_run(driver, KEY, 10, x, y, canaries=range(60), guesses=40)
 
 

@@ -1,42 +1,27 @@
 """What is fitted is one contract, whatever the method."""
 
 import jax.numpy as jnp
-import numpyro
-import numpyro.distributions as dist
 import optax
 import pytest
-from flat import grouped
+from flat import dpsvi, grouped
+from models import mean_of
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPEM, DPPBP, DPSEP, DPSVI, RegressionNetwork
+from numpyro_dp import DPEM, DPPBP, DPSEP, RegressionNetwork
 from numpyro_dp.core import Problem
-from numpyro_dp.estimators import aligned
 from numpyro_dp.samplers import FullBatch
 
 X = jnp.linspace(-1.0, 1.0, 12)
 NOISE = {"clip_norm": 1.0, "sampler": FullBatch(), "noise_multiplier": 1.0}
 
-
-def model(x):
-    mean = numpyro.sample("mean", dist.Normal(0, 1))
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
-
+model = mean_of(plate="rows")
 
 DRIVERS = {
-    "DPSVI": (
-        lambda: DPSVI(
-            model,
-            AutoDiagonalNormal(model),
-            optax.sgd(0.1),
-            **grouped(estimator=aligned(), **NOISE),
-        ),
-        (X,),
-    ),
+    "DPSVI": (lambda: dpsvi(model, AutoDiagonalNormal, optax.sgd(0.1), **NOISE), (X,)),
     "DPSEP": (lambda: DPSEP(model, **grouped(**NOISE)), (X,)),
     "DPEM": (lambda: DPEM(2, **grouped(**NOISE)), (X[:, None],)),
     "DPPBP": (lambda: DPPBP(RegressionNetwork((2,)), **grouped(**NOISE)), (X[:, None], X)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", DRIVERS)
