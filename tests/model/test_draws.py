@@ -8,15 +8,15 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from flat import grouped
+from flat import dpmcmc, dpsvi
 from flax import nnx
 from jax.flatten_util import ravel_pytree
+from models import of
 from numpyro.contrib.module import flax_module, nnx_module
 from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, Privacy, UnsupportedModelError, secret_key
-from numpyro_dp.estimators import aligned
+from numpyro_dp import DPSEP, SGLD, Privacy, UnsupportedModelError, secret_key
 from numpyro_dp.model.structure import read_model
 from numpyro_dp.run import step
 from numpyro_dp.samplers import FullBatch
@@ -29,10 +29,7 @@ def masked(x):
         numpyro.sample("x", dist.Normal(2 * keep @ w, 1), obs=x)
 
 
-def plain(x):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([64]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("x", dist.Normal(w.sum(), 1), obs=x)
+plain = of(lambda w: dist.Normal(w.sum(), 1), w=dist.Normal(0, 1).expand([64]).to_event(1))
 
 
 class Net(nn.Module):
@@ -72,12 +69,7 @@ def driver(model, guide=None, **options):
     """Full batches; without noise unless told otherwise."""
     options = {"noise_multiplier": 0.0, "secret_key": 1} | options
     guide = AutoDelta(model) if guide is None else guide
-    return DPSVI(
-        model,
-        guide,
-        optax.sgd(1.0),
-        **grouped(estimator=aligned(), clip_norm=1.0, sampler=FullBatch(), **options),
-    )
+    return dpsvi(model, guide, optax.sgd(1.0), **options)
 
 
 def signals(model, x, key):
@@ -237,9 +229,7 @@ def test_each_chain_draws_by_secret_numbers_of_its_own(monkeypatch):
         return found
 
     monkeypatch.setattr(step, "_numbers", seen)
-    mcmc = DPMCMC(SGLD(masked, 1e-3), num_warmup=1, num_samples=2, num_chains=2, clip_norm=1.0,
-                  sampler=FullBatch(),
-                  privacy=Privacy(noise_multiplier=1.0), progress_bar=False)  # fmt: skip
+    mcmc = dpmcmc(SGLD(masked, 1e-3), num_warmup=1, num_samples=2, num_chains=2)
     mcmc.run(jax.random.key(0), np.ones(50, np.float32))
     jax.effects_barrier()
     assert len(numbers) == 6 and all(len(np.unique(row)) == 50 for row in numbers)
@@ -282,9 +272,8 @@ def test_dropout_of_flax_is_kept_on_in_prediction():
     x = rng.normal(size=(400, 3)).astype(np.float32)
     y = (np.abs(x[:, 0]) - 0.8).astype(np.float32)
     model = with_flax(True)
-    svi = DPSVI(model, lambda x, y=None: None, optax.adam(0.02), estimator=aligned(),
-                clip_norm=20.0, sampler=FullBatch(),
-                privacy=Privacy(noise_multiplier=0.1))  # fmt: skip
+    svi = dpsvi(model, lambda x, y=None: None, optax.adam(0.02), clip_norm=20.0,
+                noise_multiplier=0.1)  # fmt: skip
     result = svi.run(jax.random.key(0), 200, x, y, progress_bar=False)
     predict = Predictive(model, params=result.params, num_samples=50, parallel=True)
     draws = np.asarray(predict(jax.random.key(1), jnp.asarray(x))["y"])

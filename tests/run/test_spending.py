@@ -5,34 +5,23 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 import optax
 import pytest
-from flat import grouped
+from flat import dpsvi
 from gaussian import gaussian
+from models import mean_of
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_dp import DPSVI, PrivacyBudget
-from numpyro_dp.estimators import aligned
+from numpyro_dp import PrivacyBudget
 from numpyro_dp.privacy.accounting import epsilon_spent
 from numpyro_dp.privacy.plan import make_plan
 from numpyro_dp.samplers import FixedSize, FullBatch, Poisson
 
-
-def model(x):
-    mean = numpyro.sample("mean", dist.Normal(0, 1))
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+model = mean_of(plate="rows")
 
 
 def driver(sampler, **options):
-    return DPSVI(
-        model,
-        AutoDelta(model),
-        optax.sgd(0.1),
-        **grouped(estimator=aligned(), clip_norm=1.0, sampler=sampler, **options),
-    )
+    return dpsvi(model, AutoDelta, optax.sgd(0.1), sampler=sampler, **options)
 
 
 @pytest.mark.parametrize("wanted", [0.7, 1.1, 1.3, np.pi, 1 + 2.0**-40, 1 + 2.0**-23, 1e-3, 2e3])
