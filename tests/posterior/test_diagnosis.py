@@ -10,6 +10,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from flat import grouped
+from models import given, logistic, slopes
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoIAFNormal
 
 from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, DPLaplace, Privacy, PrivacyBudget
@@ -26,11 +27,7 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(N, D)).astype(np.float32)
 Y = (RNG.random(N) < 1 / (1 + np.exp(-X @ np.array([1.0, -1.0])))).astype(int)
 
-
-def model(x, y=None):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+model = logistic()
 
 
 def run(*, steps=600, rate=0.02, epsilon=3.0, delta=1e-5, clip_norm=1.0, guide=AutoDiagonalNormal,
@@ -159,16 +156,9 @@ def test_chains_that_stand_still_are_found_and_are_the_prior():
     assert jnp.allclose(mcmc.posterior.summary()["w"]["sd"], 1.0, rtol=0.1)
 
 
-def counts(x, y=None):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Poisson(jnp.exp(x @ w)), obs=y)
+counts = given(lambda x, w: dist.Poisson(jnp.exp(x @ w)), w=slopes())
 
-
-def values(x, y=None):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+values = given(lambda x, w: dist.Normal(x @ w, 1.0), w=slopes())
 
 
 @pytest.mark.extended
