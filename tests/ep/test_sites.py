@@ -6,6 +6,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from models import given, of, slopes
 from scipy import stats
 
 from numpyro_dp import UnsupportedModelError
@@ -44,17 +45,11 @@ def glm(likelihood):
     return model
 
 
-def means(x):
-    mean = numpyro.sample("mean", dist.Normal(0, 1).expand([3]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("x", dist.Normal(mean, 0.5).to_event(1), obs=x)
+means = of(
+    lambda mean: dist.Normal(mean, 0.5).to_event(1), mean=dist.Normal(0, 1).expand([3]).to_event(1)
+)
 
-
-def two_products(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-    v = numpyro.sample("v", dist.Normal(0, 1).expand([3]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w, jnp.exp(x @ v)), obs=y)
+two_products = given(lambda x, w, v: dist.Normal(x @ w, jnp.exp(x @ v)), w=slopes(), v=slopes())
 
 
 def records(kind="float", number=5):
@@ -226,16 +221,11 @@ def test_conjugate_sites_of_a_mean(family):
     np.testing.assert_allclose(site["linear"], 4 * x[1], rtol=1e-5)
 
 
-def bernoulli(x):
-    p = numpyro.sample("p", dist.Beta(2.0, 3.0))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("x", dist.Bernoulli(p), obs=x)
+bernoulli = of(lambda p: dist.Bernoulli(p), p=lambda x: dist.Beta(2.0, 3.0))
 
-
-def categorical_model(x):
-    p = numpyro.sample("p", dist.Dirichlet(jnp.array([1.0, 2.0, 3.0])))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("x", dist.Categorical(p), obs=x)
+categorical_model = of(
+    lambda p: dist.Categorical(p), p=lambda x: dist.Dirichlet(jnp.array([1.0, 2.0, 3.0]))
+)
 
 
 def counts(x, hours):
@@ -259,10 +249,7 @@ def test_conjugate_sites_of_other_families(model, family, record, expected):
         np.testing.assert_allclose(site[name], value, atol=2e-4)
 
 
-def zero_inflated(x):
-    rate = numpyro.sample("rate", dist.Gamma(2.0, 1.0))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("x", dist.ZeroInflatedPoisson(0.5, rate), obs=x)
+zero_inflated = of(lambda rate: dist.ZeroInflatedPoisson(0.5, rate), rate=dist.Gamma(2.0, 1.0))
 
 
 @pytest.mark.full
@@ -272,10 +259,7 @@ def test_a_likelihood_that_is_conjugate_for_some_records_only_is_not():
         conjugate().check(problem)
 
 
-def small(x, y):
-    weights = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ weights / 255), obs=y)
+small = given(lambda x, w: dist.Bernoulli(logits=x @ w / 255), w=slopes())
 
 
 @pytest.mark.full
