@@ -5,13 +5,15 @@ import math
 
 import jax
 import jax.numpy as jnp
+import models
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
 from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
-from flat import grouped
+from flat import dpsep, grouped
 from gaussian import gaussian
+from models import given, of, slopes
 from numpyro.infer import MCMC, NUTS, Predictive
 from sklearn.datasets import load_breast_cancer
 
@@ -30,23 +32,11 @@ from numpyro_dp.sums.bounded import bounded_sum
 KEY = jax.random.key(0)
 BUDGET = PrivacyBudget(1.0, 1e-5)
 
+regression = given(lambda x, w: dist.Normal(x @ w, 0.5), w=slopes(2))
 
-def regression(x, y):
-    weights = numpyro.sample("w", dist.Normal(0, 2).expand([x.shape[1]]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ weights, 0.5), obs=y)
+logistic = models.logistic()
 
-
-def logistic(x, y=None):
-    weights = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ weights), obs=y)
-
-
-def probit(x, y=None):
-    weights = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(jax.scipy.stats.norm.cdf(x @ weights)), obs=y)
+probit = given(lambda x, w: dist.Bernoulli(jax.scipy.stats.norm.cdf(x @ w)), w=slopes())
 
 
 def two_normals(x, y):
@@ -57,16 +47,9 @@ def two_normals(x, y):
         numpyro.factor("x", jax.nn.logsumexp(terms, axis=-1))
 
 
-def coin(x):
-    p = numpyro.sample("p", dist.Beta(1.0, 1.0))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("x", dist.Bernoulli(p), obs=x)
+coin = of(lambda p: dist.Bernoulli(p), p=lambda x: dist.Beta(1.0, 1.0))
 
-
-def counts(x):
-    rate = numpyro.sample("rate", dist.Gamma(2.0, 1.0))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("x", dist.Poisson(rate), obs=x)
+counts = of(lambda rate: dist.Poisson(rate), rate=dist.Gamma(2.0, 1.0))
 
 
 def linear_data(number=60, dim=4):
@@ -208,9 +191,8 @@ def test_unbiased_clipping_does_not_move_sites(clip_norm):
     exact, _ = moments(SEP(logistic).run(KEY, 20, x, y, progress_bar=False).params)
 
     def error(unbiased):
-        sep = DPSEP(logistic, clip_norm=clip_norm, unbiased_clipping=unbiased, sampler=FullBatch(),
-                    privacy=Privacy(noise_multiplier=1e-3, secret_key=0,
-                    repetition=True))  # fmt: skip
+        sep = dpsep(logistic, clip_norm=clip_norm, unbiased_clipping=unbiased,
+                    noise_multiplier=1e-3, secret_key=0, repetition=True)  # fmt: skip
         mean, _ = moments(sep.run(KEY, 60, x, y, progress_bar=False).params)
         return np.abs(mean - exact).max()
 
@@ -267,9 +249,8 @@ def test_a_record_that_is_not_a_number_counts_as_nothing():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_private_posterior_is_one_however_large_the_noise(family):
     x, y = binary_data()
-    sep = DPSEP(logistic, family, clip_norm=1.0, sampler=Poisson(0.1),
-                budget=PrivacyBudget(0.01, 1e-5),
-                privacy=Privacy(secret_key=1, repetition=True))  # fmt: skip
+    sep = dpsep(logistic, family, sampler=Poisson(0.1), budget=PrivacyBudget(0.01, 1e-5),
+                secret_key=1, repetition=True)  # fmt: skip
     result = sep.run(KEY, 50, x, y, progress_bar=False)
     for at in range(50):
         published = result.trace.params
@@ -332,13 +313,7 @@ def test_many_runs_at_once():
 @pytest.mark.usefixtures("empty_caches")
 def test_one_compilation_serves_every_length():
     x, y = binary_data(50)
-    sep = DPSEP(
-        logistic,
-        diagonal_normal,
-        clip_norm=1.0,
-        sampler=FullBatch(),
-        privacy=Privacy(noise_multiplier=1.0),
-    )
+    sep = dpsep(logistic, diagonal_normal)
     for steps in (2, 5):
         sep.run(KEY, steps, x, y, progress_bar=False)
     (session,) = sep._sessions.values()
@@ -453,10 +428,9 @@ def test_states_of_one_driver_and_data_set_do_not_serve_another():
         SEP(logistic, precision_weight=2.0).run(KEY, 2, x, y, init_state=first.state)
 
 
-def named_like_a_parameter(x):
-    precision = numpyro.sample("precision", dist.LogNormal(0, 1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("x", dist.Normal(0, precision**-0.5), obs=x)
+named_like_a_parameter = of(
+    lambda precision: dist.Normal(0, precision ** (-0.5)), precision=dist.LogNormal(0, 1)
+)
 
 
 @pytest.mark.extended
@@ -481,13 +455,7 @@ def test_shared_precision_is_one_noisy_number():
 @pytest.mark.extended
 def test_permuted_epochs_cost_one_gaussian_event_each():
     x, y = linear_data(120)
-    sep = DPSEP(
-        regression,
-        clip_norm=1.0,
-        sampler=Permutation(50),
-        privacy=Privacy(noise_multiplier=4.0),
-        damping=0.3,
-    )
+    sep = dpsep(regression, sampler=Permutation(50), noise_multiplier=4.0, damping=0.3)
     spent = [
         sep.run(KEY, steps, x, y, progress_bar=False).privacy.epsilon for steps in (1, 3, 4, 6)
     ]
