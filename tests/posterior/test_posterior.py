@@ -11,23 +11,19 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from flat import grouped
+from flat import dpmcmc, dpsvi, grouped
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 
 from numpyro_dp import (
     DPEM,
-    DPMCMC,
     DPPBP,
     DPSEP,
-    DPSVI,
     SEP,
     SGLD,
     Posterior,
-    Privacy,
     PrivacyBudget,
     RegressionNetwork,
 )
-from numpyro_dp.estimators import aligned
 from numpyro_dp.methods.ep.families import diagonal_normal
 from numpyro_dp.posterior import Finding, posterior_samples
 from numpyro_dp.posterior.from_model import NOISE_INCLUDED
@@ -66,12 +62,7 @@ def made(draws, prior, *, unconstrain=lambda draws: draws, epsilon=1.0, **others
 
 def run_svi(guide=None, steps=60, **others):
     guide = AutoDiagonalNormal(model) if guide is None else guide
-    svi = DPSVI(
-        model,
-        guide,
-        optax.adam(0.05),
-        **grouped(estimator=aligned(), clip_norm=2.0, **COMMON, **others),
-    )
+    svi = dpsvi(model, guide, optax.adam(0.05), clip_norm=2.0, **COMMON, **others)
     return svi.run(KEY, steps, X, Y, progress_bar=False)
 
 
@@ -285,12 +276,7 @@ def test_local_latents_are_left_out_and_models_keep_their_parameters():
         with numpyro.plate("records", len(y)):
             numpyro.sample("z", dist.Normal(slope * y, 1))
 
-    svi = DPSVI(
-        with_locals,
-        guide,
-        optax.adam(0.05),
-        **grouped(estimator=aligned(), clip_norm=2.0, **COMMON),
-    )
+    svi = dpsvi(with_locals, guide, optax.adam(0.05), clip_norm=2.0, **COMMON)
     posterior = svi.run(KEY, 2, Y, progress_bar=False).posterior
     assert set(posterior.sample(KEY, 3)) == {"mean"}
     assert posterior.method == "DPSVI with guide, 2 steps"
@@ -310,9 +296,7 @@ def test_factors_and_improper_priors_are_said():
     def guide(y):
         numpyro.sample("mean", dist.Normal(numpyro.param("location", 0.0), 0.1))
 
-    svi = DPSVI(
-        flat, guide, optax.adam(0.05), **grouped(estimator=aligned(), clip_norm=2.0, **COMMON)
-    )
+    svi = dpsvi(flat, guide, optax.adam(0.05), clip_norm=2.0, **COMMON)
     posterior = svi.run(KEY, 2, Y, progress_bar=False).posterior
     assert np.isnan(posterior.summary()["mean"]["prior_share"])
     assert str(posterior).endswith("the share of the prior is not known.")
@@ -323,9 +307,7 @@ def test_factors_and_improper_priors_are_said():
         with numpyro.plate("records", len(y)):
             numpyro.sample("y", dist.Normal(mean, 1), obs=y)
 
-    svi = DPSVI(
-        proper, guide, optax.adam(0.05), **grouped(estimator=aligned(), clip_norm=2.0, **COMMON)
-    )
+    svi = dpsvi(proper, guide, optax.adam(0.05), clip_norm=2.0, **COMMON)
     notes = svi.run(KEY, 2, Y, progress_bar=False).posterior.notes
     assert "The share of the prior leaves out the factors ['belief']." in notes
 
@@ -342,9 +324,7 @@ def test_supports_may_depend_on_other_latents():
         top = numpyro.sample("top", dist.LogNormal(numpyro.param("location", 0.0), 1.0))
         numpyro.sample("part", dist.Uniform(0, top))
 
-    svi = DPSVI(
-        nested, guide, optax.sgd(0.0), **grouped(estimator=aligned(), clip_norm=2.0, **COMMON)
-    )
+    svi = dpsvi(nested, guide, optax.sgd(0.0), clip_norm=2.0, **COMMON)
     posterior = svi.run(KEY, 1, Y, progress_bar=False).posterior
     shares = [posterior.summary()[name]["prior_share"] for name in ("top", "part")]
     np.testing.assert_allclose(shares, 1, rtol=3 * 2.7 / np.sqrt(4000))  # guide and prior agree
@@ -375,17 +355,8 @@ def test_of_message_passing():
 
 @pytest.mark.extended
 def test_of_a_sampler():
-    mcmc = DPMCMC(
-        SGLD(model),
-        **grouped(
-            num_warmup=2,
-            num_samples=6,
-            num_chains=2,
-            clip_norm=5.0,
-            progress_bar=False,
-            scale=3.0,
-            **COMMON,
-        ),
+    mcmc = dpmcmc(
+        SGLD(model), num_warmup=2, num_samples=6, num_chains=2, clip_norm=5.0, scale=3.0, **COMMON
     )
     with pytest.raises(ValueError, match="no posterior yet. Call run first"):
         mcmc.posterior  # noqa: B018
@@ -396,9 +367,8 @@ def test_of_a_sampler():
     assert posterior.notes[0].startswith("The chains have not mixed")
     draws = posterior.sample(KEY, 4000)  # of the prior
     np.testing.assert_allclose(draws["w"].std(0), 3.0, rtol=0.1)
-    mcmc = DPMCMC(SGLD(model, 1e-3), num_warmup=2, num_samples=6, num_chains=2, clip_norm=5.0,
-                  progress_bar=False, scale=3.0, privacy=Privacy(noise_multiplier=0.0),
-                  sampler=FullBatch())  # fmt: skip
+    mcmc = dpmcmc(SGLD(model, 1e-3), num_warmup=2, num_samples=6, num_chains=2, clip_norm=5.0,
+                  scale=3.0, noise_multiplier=0.0)  # fmt: skip
     mcmc.run(KEY, X, Y)
     posterior, samples = mcmc.posterior, mcmc.get_samples()
     draws = posterior.sample(KEY, 24)

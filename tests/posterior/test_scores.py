@@ -9,17 +9,16 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import dpsvi
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPSVI, PrivacyBudget
+from numpyro_dp import PrivacyBudget
 from numpyro_dp.core import Observation
-from numpyro_dp.estimators import aligned
 from numpyro_dp.posterior.from_model import NOISE_INCLUDED
 from numpyro_dp.posterior.likelihood import Prior
 from numpyro_dp.posterior.moments import averages_of
 from numpyro_dp.posterior.scores import scores_likelihood
 from numpyro_dp.run.results import score_sums, with_observation
-from numpyro_dp.samplers import FullBatch
 
 
 def sums_of(points, shifts, scores, noise):
@@ -166,14 +165,8 @@ def test_a_guide_that_is_narrow_before_it_arrives():
             numpyro.sample("x", dist.Normal(mean, 1), obs=x)
 
     x = 3 + jax.random.normal(jax.random.key(1), (1000,))
-    svi = DPSVI(
-        model,
-        AutoDiagonalNormal(model),
-        optax.adam(0.1),
-        estimator=aligned(),
-        clip_norm=4.0,
-        sampler=FullBatch(),
-        budget=PrivacyBudget(1.0, 1e-5),
+    svi = dpsvi(
+        model, AutoDiagonalNormal, optax.adam(0.1), clip_norm=4.0, budget=PrivacyBudget(1.0, 1e-5)
     )
     found = [svi.run(jax.random.key(0), 300, x, progress_bar=False) for _ in range(5)]
     summaries = [result.posterior.summary()["mean"] for result in found]
@@ -194,10 +187,8 @@ def test_a_parameter_is_fixed_and_latents_have_intervals_with_the_noise():
     y = (x @ truth + rng.normal(size=2000)).astype(np.float32)
 
     def draws(epsilon):
-        svi = DPSVI(
-            model, AutoDiagonalNormal(model), optax.adam(0.02), clip_norm=2.0,
-            sampler=FullBatch(), budget=PrivacyBudget(epsilon, 1e-5),
-        )  # fmt: skip
+        svi = dpsvi(model, AutoDiagonalNormal, optax.adam(0.02), clip_norm=2.0,
+                    budget=PrivacyBudget(epsilon, 1e-5), estimator=None)  # fmt: skip
         posterior = svi.run(jax.random.key(0), 400, x, y, progress_bar=False).posterior
         assert posterior.notes[0] == NOISE_INCLUDED
         assert "['noise'] are fixed" in posterior.notes[1]
