@@ -6,34 +6,13 @@ import math
 import jax
 import numpy as np
 import pytest
-from jax import lax
+from privacy.drawn import batches, membership
 from scipy import stats
 
 from numpyro_dp.privacy import _batches
 from numpyro_dp.privacy._batches import distinct_plan
 from numpyro_dp.privacy.keys import secret_key
 from numpyro_dp.privacy.sampling import FixedSize
-
-
-def batches(sampler, num_examples, steps, seed=0):
-    """Indices and masks of consecutive steps, from one compiled scan."""
-
-    def step(state, _):
-        batch, state = sampler.next(state)
-        return state, batch
-
-    state = sampler.init(secret_key(seed), num_examples)
-    _, (indices, mask) = jax.jit(lambda s: lax.scan(step, s, None, length=steps))(state)
-    return np.asarray(indices), np.asarray(mask)
-
-
-def membership(indices, mask, num_examples):
-    """0/1 matrix (steps, records); fails if a record is twice in a batch."""
-    counts = np.zeros((len(indices), num_examples), np.int32)
-    rows = np.broadcast_to(np.arange(len(indices))[:, None], indices.shape)
-    np.add.at(counts, (rows[mask], indices[mask]), 1)
-    assert counts.max() <= 1
-    return counts
 
 
 @pytest.mark.parametrize(("number", "size"), [(8, 2), (12, 3), (6, 3), (5, 4), (4, 4), (9, 1)])

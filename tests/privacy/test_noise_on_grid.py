@@ -1,7 +1,6 @@
 """Noise on a grid: its law with exact numbers, by samples, and as the mechanism adds it."""
 
 import decimal
-import doctest
 import functools
 import math
 
@@ -439,8 +438,3 @@ def test_other_keys_are_refused():
         discrete_gaussian(jax.random.PRNGKey(0), 3)
     with pytest.raises(TypeError, match="vmap"):
         discrete_gaussian(jax.random.split(secret_key(0)), 3)
-
-
-@pytest.mark.full
-def test_docstring_examples():
-    assert doctest.testmod(noise).failed == 0

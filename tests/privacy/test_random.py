@@ -1,6 +1,5 @@
 """ChaCha20 against RFC 8439 and as a JAX generator; the Gaussian against N(0, 1)."""
 
-import doctest
 import hashlib
 import math
 import secrets
@@ -248,11 +247,6 @@ def test_other_keys_are_refused(make, error, match):
 def test_too_many_blocks_are_refused():
     with pytest.raises(ValueError, match="several keys"):
         random._counters(2**32 + 1)
-
-
-@pytest.mark.full
-def test_docstring_examples():
-    assert doctest.testmod(random).failed == 0
 
 
 def test_integers_have_a_domain_of_their_own():
