@@ -9,6 +9,8 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import dpsvi
+from models import given
 from numpyro.infer import Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
@@ -41,10 +43,9 @@ def counts(x, y=None):
         numpyro.sample("y", dist.Poisson(jnp.exp(x @ w)), obs=y)
 
 
-def grades(x, y=None):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([D, 4]).to_event(2))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Categorical(logits=x @ w), obs=y)
+grades = given(
+    lambda x, w: dist.Categorical(logits=x @ w), w=dist.Normal(0, 1).expand([D, 4]).to_event(2)
+)
 
 
 def noisy(x, y=None):
@@ -73,9 +74,7 @@ MOVED = {"shift": jnp.asarray(1.2), "scale": jnp.asarray(-0.7)}  # unconstrained
 
 def problem_of(model, x, y, estimator):
     """Estimator, public values of a step and its draw."""
-    svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), estimator=estimator,
-                clip_norm=1.0, sampler=FullBatch(),
-                privacy=Privacy(noise_multiplier=1.0))  # fmt: skip
+    svi = dpsvi(model, AutoDiagonalNormal, optax.adam(0.1), estimator=estimator)
     state = svi.init(jax.random.key(0), x, y)
     session = svi._session((x, y), {})
     params = svi.method.optim.get_params(state.optim_state)
@@ -252,9 +251,7 @@ def test_a_model_without_outcomes_is_refused():
         with numpyro.plate("records", x.shape[0]):
             numpyro.factor("x", -((x - mean) ** 2))
 
-    svi = DPSVI(local, AutoDiagonalNormal(local), optax.adam(0.1), estimator=centred(aligned()),
-                clip_norm=1.0, sampler=FullBatch(),
-                privacy=Privacy(noise_multiplier=1.0))  # fmt: skip
+    svi = dpsvi(local, AutoDiagonalNormal, optax.adam(0.1), estimator=centred(aligned()))
     with pytest.raises(UnsupportedModelError, match="factor"):
         svi.init(jax.random.key(0), jnp.zeros(5))
 
@@ -290,23 +287,19 @@ def test_without_a_clip_norm_a_record_adds_its_plain_signal():
     y = np.arange(len(X)) % 2
     found = []
     for estimator in (None, aligned()):
-        svi = DPSVI(logistic, AutoDiagonalNormal(logistic), optax.sgd(0.1), estimator=estimator,
-                    clip_norm=np.inf, sampler=FullBatch(),
-                    privacy=Privacy(noise_multiplier=0.0))  # fmt: skip
+        svi = dpsvi(logistic, AutoDiagonalNormal, optax.sgd(0.1), estimator=estimator,
+                    clip_norm=np.inf, noise_multiplier=0.0)  # fmt: skip
         found.append(svi.run(KEY, 2, X, y, progress_bar=False).params["auto_loc"])
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
 @pytest.mark.full
 def test_several_draws_a_step_are_refused_and_the_default_does_without():
-    svi = DPSVI(logistic, AutoDiagonalNormal(logistic), optax.adam(0.1), Trace_ELBO(2),
-                estimator=centred(aligned()), clip_norm=1.0, sampler=FullBatch(),
-                privacy=Privacy(noise_multiplier=1.0))  # fmt: skip
+    svi = dpsvi(logistic, AutoDiagonalNormal, optax.adam(0.1), Trace_ELBO(2),
+                estimator=centred(aligned()))  # fmt: skip
     with pytest.raises(UnsupportedModelError, match="needs one draw a step, got num_particles=2"):
         svi.init(KEY, X, np.zeros(len(X), int))
-    svi = DPSVI(logistic, AutoDiagonalNormal(logistic), optax.adam(0.1), Trace_ELBO(2),
-                clip_norm=1.0, sampler=FullBatch(),
-                privacy=Privacy(noise_multiplier=1.0))  # fmt: skip
+    svi = dpsvi(logistic, AutoDiagonalNormal, optax.adam(0.1), Trace_ELBO(2), estimator=None)
     assert svi.run(KEY, 3, X, np.zeros(len(X), int), progress_bar=False).scores is not None
 
 
@@ -323,9 +316,8 @@ def test_a_clip_norm_moves_plain_fits_and_not_centred_ones():
         ("reference", aligned(), 100.0), ("plain", aligned(), 0.2),
         ("centred", centred(aligned()), 0.2),
     ):  # fmt: skip
-        svi = DPSVI(logistic, AutoDiagonalNormal(logistic), optax.adam(0.03), estimator=estimator,
-                    clip_norm=clip, sampler=Poisson(0.2),
-                    privacy=Privacy(noise_multiplier=1e-3))  # fmt: skip
+        svi = dpsvi(logistic, AutoDiagonalNormal, optax.adam(0.03), estimator=estimator,
+                    clip_norm=clip, sampler=Poisson(0.2), noise_multiplier=1e-3)  # fmt: skip
         result = svi.run(KEY, 800, x, y, progress_bar=False)
         found[name] = np.asarray(result.posterior.summary()["w"]["mean"])
     errors = {name: np.abs(found[name] - found["reference"]).max() for name in found}
