@@ -2,10 +2,10 @@
 
 import jax
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 import optax
 import pytest
+from flat import dpsvi
+from models import logistic
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, BudgetError, DPLaplace, Privacy, PrivacyBudget
@@ -14,11 +14,7 @@ from numpyro_dp.samplers import FullBatch, Poisson
 X = np.random.default_rng(0).normal(size=(2000, 3)).astype(np.float32)
 BUDGET = PrivacyBudget(1.0, 1e-5)
 
-
-def model(x, y=None):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+model = logistic()
 
 
 def forecasts(budget, y=None):
@@ -67,8 +63,7 @@ def test_posteriors_are_no_narrower_than_the_bound():
 
 def test_a_plan_that_exceeds_the_budget_is_refused():
     spent = BUDGET.after()
-    svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.01), clip_norm=1.0,
-                sampler=FullBatch(), budget=spent,
-                privacy=Privacy(noise_multiplier=1.0))  # fmt: skip
+    svi = dpsvi(model, AutoDiagonalNormal, optax.adam(0.01), budget=spent, noise_multiplier=1.0,
+                estimator=None)  # fmt: skip
     with pytest.raises(BudgetError):
         svi.plan(1000, X, np.zeros(len(X), int))
