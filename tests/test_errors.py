@@ -14,6 +14,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from flat import grouped
+from models import mean_of
 from numpyro.infer import SVI, RenyiELBO, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 
@@ -34,11 +35,7 @@ X = np.full(N, SECRET_RECORD, np.float32)
 BUDGET = PrivacyBudget(1.0, 1e-5)
 REPLACE = PrivacyBudget(1.0, 1e-5, "replace_one")
 
-
-def model(x):
-    mean = numpyro.sample("mean", dist.Normal(0, 1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+model = mean_of()
 
 
 def fixed(x):

@@ -12,8 +12,9 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from flat import grouped
+from flat import dpsvi
 from jax.flatten_util import ravel_pytree
+from models import given, slopes
 from numpyro import handlers
 from numpyro.contrib.module import flax_module
 from numpyro.distributions import constraints
@@ -67,11 +68,9 @@ def _binary() -> np.ndarray:
     return np.random.default_rng(2).integers(0, 2, size=N)
 
 
-def regression(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
-    scale = numpyro.sample("scale", dist.HalfNormal(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w, scale), obs=y)
+regression = given(
+    lambda x, w, scale: dist.Normal(x @ w, scale), w=slopes(), scale=dist.HalfNormal(1)
+)
 
 
 def nested(x):
@@ -239,20 +238,8 @@ def test_without_clip_and_noise_the_run_is_that_of_svi(name: str) -> None:
         expected = svi.run(
             KEY, 3, *args, progress_bar=False, init_params=case.init_params, **kwargs
         ).params
-        private = DPSVI(
-            case.model,
-            case.guide(case.model),
-            optim,
-            loss,
-            **grouped(
-                estimator=aligned(),
-                clip_norm=jnp.inf,
-                sampler=FullBatch(),
-                noise_multiplier=0.0,
-                **case.options,
-                **case.static,
-            ),
-        )
+        private = dpsvi(case.model, case.guide(case.model), optim, loss, clip_norm=jnp.inf,
+                        noise_multiplier=0.0, **case.options, **case.static)  # fmt: skip
         result = private.run(
             KEY, 3, *case.args, progress_bar=False, init_params=case.init_params, **case.kwargs
         )
@@ -263,10 +250,8 @@ def test_without_clip_and_noise_the_run_is_that_of_svi(name: str) -> None:
 
 
 def _run(model: Any, guide: Any, *args: Any, steps: int = 5, **kwargs: Any) -> dict[str, Any]:
-    svi = DPSVI(
-        model, guide, optax.sgd(1e-2), estimator=aligned(), clip_norm=5.0,
-        sampler=Poisson(0.4), privacy=Privacy(noise_multiplier=0.5, secret_key=1, repetition=True),
-    )  # fmt: skip
+    svi = dpsvi(model, guide, optax.sgd(1e-2), clip_norm=5.0, sampler=Poisson(0.4),
+                noise_multiplier=0.5, secret_key=1, repetition=True)  # fmt: skip
     return svi.run(KEY, steps, *args, progress_bar=False, **kwargs).params
 
 
@@ -302,10 +287,8 @@ def test_public_arguments_may_change_between_runs() -> None:
         offset(y, public)
 
     guide = AutoNormal(counted)
-    svi = DPSVI(
-        counted, guide, optax.sgd(1e-2), estimator=aligned(), clip_norm=5.0, sampler=FullBatch(),
-        privacy=Privacy(noise_multiplier=0.5, secret_key=1, repetition=True, public=["public"]),
-    )  # fmt: skip
+    svi = dpsvi(counted, guide, optax.sgd(1e-2), clip_norm=5.0, noise_multiplier=0.5, secret_key=1,
+                repetition=True, public=["public"])  # fmt: skip
     y, one, two = _y().astype(np.float32), np.array([0.5, 1.0]), np.array([-3.0, 4.0])
     first = svi.run(KEY, 20, y, one, progress_bar=False).params["mean_auto_loc"]
     compiled = len(traces)
@@ -383,10 +366,7 @@ def _list(model):
 def test_the_guide_holds_no_record_after_a_run(make: Callable[..., Any]) -> None:
     x, y = _x().astype(np.float32), _y().astype(np.float32)
     guide = make(regression)
-    svi = DPSVI(
-        regression, guide, optax.adam(1e-2), estimator=aligned(), clip_norm=1.0,
-        sampler=FullBatch(), privacy=Privacy(noise_multiplier=1.0),
-    )  # fmt: skip
+    svi = dpsvi(regression, guide, optax.adam(1e-2))
     svi.run(KEY, 2, x, y, progress_bar=False)
     arrays = _reachable(guide.__dict__)
     assert arrays, "the walk found nothing"

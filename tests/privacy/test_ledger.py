@@ -14,11 +14,10 @@ import threading
 
 import jax
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 import optax
 import pytest
 from flat import grouped
+from models import mean_of
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp import (
@@ -43,11 +42,7 @@ KEY = jax.random.key(0)
 TOTAL = PrivacyBudget(2.0, 1e-5)
 X = np.random.default_rng(0).normal(size=300).astype(np.float32)
 
-
-def model(x):
-    mean = numpyro.sample("mean", dist.Normal(0, 1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+model = mean_of()
 
 
 def laplace(budget):

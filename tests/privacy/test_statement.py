@@ -8,11 +8,10 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpyro
-import numpyro.distributions as dist
 import optax
 import pytest
 from flat import grouped
+from models import mean_of
 from numpyro.infer.autoguide import AutoDiagonalNormal
 from scipy import stats
 
@@ -24,11 +23,7 @@ from numpyro_dp.samplers import FullBatch, Poisson
 KEY = jax.random.key(0)
 X = jnp.ones(200)
 
-
-def model(x):
-    mean = numpyro.sample("mean", dist.Normal(0, 10))
-    with numpyro.plate("patients <b>", x.shape[0]):
-        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+model = mean_of(10, plate="patients <b>")
 
 
 def svi(**options):

@@ -3,11 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 import optax
 import pytest
 from flat import grouped
+from models import mean_of
 from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_dp import DPSVI, DPLaplace, Privacy, secret_key
@@ -19,11 +18,7 @@ from numpyro_dp.samplers import FixedSize, Permutation, Poisson
 N, CLIP, START = 30, 0.5, 0.3
 X = np.random.default_rng(0).normal(size=N).astype(np.float32)
 
-
-def model(x):
-    mean = numpyro.sample("mean", dist.Normal(0, 1))
-    with numpyro.plate("rows", len(x)):
-        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+model = mean_of(plate="rows")
 
 
 @pytest.mark.table

@@ -5,13 +5,14 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import dpsep
+from models import given, logistic, slopes
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_dp import DPSEP, DPSVI, Privacy
+from numpyro_dp import DPSVI, Privacy
 from numpyro_dp.methods.normal import Cavity
 from numpyro_dp.methods.pbp.model import RegressionNetwork
 from numpyro_dp.methods.pbp.network_moments import record_slopes
@@ -22,18 +23,10 @@ KEY = jax.random.key(0)
 X = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
 Y = np.array([0, 1, 1, 0, 1, 0, 1, 1], np.float32)
 
+model = logistic("rows")
 
-def model(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event())
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
-
-
-def linear(x, y):
-    """Its outcomes have no support that could be checked."""
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event())
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+# Its outcomes have no support that could be checked.
+linear = given(lambda x, w: dist.Normal(x @ w, 1.0), "rows", w=slopes())
 
 
 def total(x, y, model=model):
@@ -57,9 +50,7 @@ def test_a_record_without_an_outcome_adds_no_other_outcome(model):
 @pytest.mark.extended
 def test_a_site_that_is_not_finite_has_no_information():
     def posterior(x, y):
-        sep = DPSEP(model, clip_norm=math.inf, sampler=FullBatch(),
-        privacy=Privacy(noise_multiplier=0.0),
-                    unbiased_clipping=False)  # fmt: skip
+        sep = dpsep(model, clip_norm=math.inf, noise_multiplier=0.0, unbiased_clipping=False)
         return sep.run(KEY, 40, x, y, progress_bar=False).params["auto_precision"]
 
     kept = np.arange(8) != 3

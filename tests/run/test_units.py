@@ -11,11 +11,11 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from flat import grouped
+from flat import dpmcmc, dpsep, dpsvi, grouped
+from models import logistic
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 
 from numpyro_dp import (
-    DPMCMC,
     DPSEP,
     DPSVI,
     SEP,
@@ -44,11 +44,7 @@ IDS = np.array([7, 2, 7, 2, 9, 2, 2, 4, 7, 5, 5, 2])
 X = rng.normal(size=(len(IDS), 2)).astype(np.float32)
 Y = rng.integers(0, 2, len(IDS))
 
-
-def model(x, y=None):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event())
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+model = logistic("rows")
 
 
 def kept_rows():
@@ -58,11 +54,9 @@ def kept_rows():
 
 def total(estimator, x=X, y=Y, ids=IDS, clip=0.3):
     """The sum of clipped scores in one step from w = init, read off a step of gradient descent."""
-    svi = DPSVI(
-        model, AutoDelta(model), optax.sgd(1.0), estimator=estimator, clip_norm=clip,
-        sampler=FullBatch(),
-        privacy=Privacy(noise_multiplier=0.0, max_rows_per_unit=R, secret_key=4, repetition=True)
-    )  # fmt: skip
+    svi = dpsvi(model, AutoDelta, optax.sgd(1.0), estimator=estimator, clip_norm=clip,
+                noise_multiplier=0.0, max_rows_per_unit=R, secret_key=4,
+                repetition=True)  # fmt: skip
     start = {"w_auto_loc": jnp.array([0.3, -0.2])}
     call = {"init_params": start, "progress_bar": False, "unit": ids}
     found = svi.run(KEY, 1, x, y, **call).params["w_auto_loc"]
@@ -161,9 +155,7 @@ def test_message_passing_clips_the_site_of_a_unit():
     changes = []
     for factor in (100.0, np.nan):
         x = np.where((IDS == 2)[:, None], np.float32(factor) * X, X)
-        sep = DPSEP(model, clip_norm=0.3,
-            privacy=Privacy(max_rows_per_unit=R, noise_multiplier=0.0), damping=1.0,
-                    sampler=FullBatch())  # fmt: skip
+        sep = dpsep(model, clip_norm=0.3, max_rows_per_unit=R, noise_multiplier=0.0, damping=1.0)
         state = sep.run(KEY, 1, x, Y, unit=IDS, progress_bar=False).state
         released = state.optim_state.released
         changes.append(np.concatenate([np.ravel(released[n]) for n in sorted(released)]))
@@ -185,18 +177,7 @@ def test_reports_count_units(kind):
     elif kind == "DPLaplace":
         report = DPLaplace(model, **grouped(budget=budget, **own)).run(KEY, x, y, unit=ids).privacy
     elif kind == "DPMCMC":
-        mcmc = DPMCMC(
-            SGLD(model),
-            **grouped(
-                num_warmup=2,
-                num_samples=3,
-                clip_norm=1.0,
-                budget=budget,
-                sampler=FullBatch(),
-                progress_bar=False,
-                **own,
-            ),
-        )
+        mcmc = dpmcmc(SGLD(model), num_warmup=2, num_samples=3, budget=budget, **own)
         mcmc.run(KEY, x, y, unit=ids)
         report = mcmc.privacy
     else:
@@ -264,9 +245,7 @@ def test_signals_of_units_keep_the_bounds_of_a_stage():
 
 
 def test_bad_ids_are_refused():
-    svi = DPSVI(model, AutoDiagonalNormal(model), optax.sgd(0.1), clip_norm=1.0,
-                sampler=FullBatch(),
-                privacy=Privacy(noise_multiplier=1.0, max_rows_per_unit=R))  # fmt: skip
+    svi = dpsvi(model, AutoDiagonalNormal, optax.sgd(0.1), max_rows_per_unit=R, estimator=None)
     with pytest.raises(TypeError, match="needs the unit of each row"):
         svi.run(KEY, 2, X, Y)
     with pytest.raises(ValueError, match="one id for each row"):
@@ -285,10 +264,7 @@ def test_bad_ids_are_refused():
 
 
 def test_ids_without_a_number_of_rows_are_refused():
-    svi = DPSVI(
-        model, AutoDiagonalNormal(model), optax.sgd(1.0), clip_norm=1.0, sampler=FullBatch(),
-        privacy=Privacy(noise_multiplier=1.0)
-    )  # fmt: skip
+    svi = dpsvi(model, AutoDiagonalNormal, optax.sgd(1.0), estimator=None)
     for call in (
         lambda: fit(model, X, Y, epsilon=1.0, rng_key=KEY, unit=IDS),
         lambda: svi.run(KEY, 3, X, Y, unit=IDS),
@@ -304,9 +280,7 @@ def test_latents_of_rows_are_refused():
             own = numpyro.sample("own", dist.Normal(mean, 1))
             numpyro.sample("x", dist.Normal(own, 1), obs=x)
 
-    svi = DPSVI(local, AutoDiagonalNormal(local), optax.sgd(0.1), clip_norm=1.0,
-                sampler=FullBatch(),
-                privacy=Privacy(noise_multiplier=1.0, max_rows_per_unit=R))  # fmt: skip
+    svi = dpsvi(local, AutoDiagonalNormal, optax.sgd(0.1), max_rows_per_unit=R, estimator=None)
     with pytest.raises(UnsupportedModelError, match="belong to single rows"):
         svi.run(KEY, 2, X[:, 0], unit=IDS)
 
