@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flat import dpsvi
 from scipy import stats
 
-from numpyro_dp import DPSVI, Privacy, PrivacyBudget
+from numpyro_dp import PrivacyBudget
 from numpyro_dp.estimators import vanilla
-from numpyro_dp.samplers import FullBatch
 
 
 def _loaded(name):
@@ -62,12 +62,9 @@ def test_the_temperature_of_the_labels_is_found():
     true = jax.nn.softmax(logits)
     labels = (rng.random((20_000, 1)) > np.cumsum(true, axis=1)).sum(1).clip(0, 9)
     before = jax.nn.log_softmax(2 * jnp.asarray(logits))
-    svi = DPSVI(
-        tempering.tempering_model, tempering.tempering_guide,
-        optax.adam(optax.cosine_decay_schedule(0.3, 40), b1=0.5), estimator=vanilla(),
-        clip_norm=1.0, sampler=FullBatch(), budget=PrivacyBudget(0.3, 1e-5),
-        privacy=Privacy(secret_key=7),
-    )  # fmt: skip
+    svi = dpsvi(tempering.tempering_model, tempering.tempering_guide,
+                optax.adam(optax.cosine_decay_schedule(0.3, 40), b1=0.5), estimator=vanilla(),
+                budget=PrivacyBudget(0.3, 1e-5), secret_key=7)  # fmt: skip
     found = svi.run(jax.random.key(0), 40, before, labels, progress_bar=False)
     after = tempering.tempered(before, found.params["coefficients"])
     np.testing.assert_array_equal(after.argmax(1), before.argmax(1))

@@ -5,43 +5,29 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from flat import grouped
+from flat import dpsvi
+from models import scored
 from numpyro.infer.autoguide import AutoDelta
 from scipy import stats
 
-from numpyro_dp import DPSVI
-from numpyro_dp.estimators import aligned
 from numpyro_dp.mechanisms import LossRelease
-from numpyro_dp.samplers import FullBatch
 
 DIM, STEPS, RATE = 2, 4000, 1e-3
 NOISE, SHARE = 2.0, 0.2
 SIGMA = 5.0  # of the statistic's own standard error
 
-
-def linear(x):
-    """The log likelihood of a record is linear: its gradient is the record."""
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([DIM]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.factor("y", x[:, :DIM] @ w + x[:, DIM])
+# The log likelihood of a record is linear: its gradient is the record.
+linear = scored(
+    lambda x, w: x[:, :DIM] @ w + x[:, DIM], w=dist.Normal(0, 1).expand([DIM]).to_event(1)
+)
 
 
 def run(x, clip, steps, **options):
-    svi = DPSVI(
-        linear,
-        AutoDelta(linear),
-        optax.sgd(RATE),
-        **grouped(
-            estimator=aligned(),
-            clip_norm=1.0,
-            sampler=FullBatch(),
-            loss_release=LossRelease(clip, SHARE),
-            **options,
-        ),
+    svi = dpsvi(
+        linear, AutoDelta, optax.sgd(RATE), loss_release=LossRelease(clip, SHARE), **options
     )
     start = {"w_auto_loc": jnp.zeros(DIM)}
     result = svi.run(jax.random.key(0), steps, jnp.asarray(x), progress_bar=False,

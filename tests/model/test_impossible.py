@@ -7,18 +7,17 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from flat import grouped
+from flat import dpsep, dpsvi
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_dp import DPSEP, DPSVI, DPLaplace, Privacy, PrivacyBudget, check_records
+from numpyro_dp import DPLaplace, Privacy, PrivacyBudget, check_records
 from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.laplace.signal import LaplaceProblem, staged_scores
 from numpyro_dp.laplace.stages import Run
 from numpyro_dp.methods.ep.sites import quadrature
 from numpyro_dp.model.impossible import indices_inside
 from numpyro_dp.model.structure import read_model
-from numpyro_dp.samplers import FullBatch
 
 KEY, N = jax.random.key(0), 40
 RNG = np.random.default_rng(0)
@@ -81,20 +80,8 @@ def nobody(args):
 
 def step_of(estimator, model, args, options=None, **unit):
     """Where a step of gradient descent arrives: the sum of signals, and the prior's."""
-    svi = DPSVI(
-        model,
-        AutoDelta(model),
-        optax.sgd(1.0),
-        **grouped(
-            estimator=estimator,
-            clip_norm=0.5,
-            sampler=FullBatch(),
-            noise_multiplier=0.0,
-            secret_key=4,
-            repetition=True,
-            **options or {},
-        ),
-    )
+    svi = dpsvi(model, AutoDelta, optax.sgd(1.0), estimator=estimator, clip_norm=0.5,
+                noise_multiplier=0.0, secret_key=4, repetition=True, **options or {})  # fmt: skip
     found = svi.run(KEY, 1, *args, progress_bar=False, **unit).params
     return np.concatenate([np.ravel(found[name]) for name in sorted(found)])
 
@@ -151,8 +138,7 @@ def test_an_impossible_row_takes_its_unit_out(estimator):
 @pytest.mark.extended
 def test_a_site_of_an_impossible_record_is_empty():
     def step(args):
-        sep = DPSEP(poisson, clip_norm=0.5, sampler=FullBatch(),
-        privacy=Privacy(noise_multiplier=0.0, secret_key=4, repetition=True),
+        sep = dpsep(poisson, clip_norm=0.5, noise_multiplier=0.0, secret_key=4, repetition=True,
                     site=quadrature())  # fmt: skip
         return sep.run(KEY, 2, *args, progress_bar=False).params
 

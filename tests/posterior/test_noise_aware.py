@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 import optax
 import pytest
+from flat import dpsvi
+from models import mean_of
 from numpyro.infer import Predictive
 from numpyro.infer.autoguide import (
     AutoDiagonalNormal,
@@ -23,11 +23,7 @@ from numpyro_dp.samplers import FullBatch
 
 DIM, NUMBER = 3, 500
 
-
-def model(x):
-    mean = numpyro.sample("mean", dist.Normal(0, 10).expand([DIM]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("x", dist.Normal(mean, 1).to_event(1), obs=x)
+model = mean_of(10, size=DIM)
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +33,8 @@ def data():
 
 def driver(guide, noise_multiplier=None, epsilon=1.0, step=0.02):
     budget = None if noise_multiplier else PrivacyBudget(epsilon, 1e-5)
-    return DPSVI(model, guide, optax.sgd(step * 0.05), estimator=aligned(), clip_norm=8.0,
-                 sampler=FullBatch(), budget=budget,
-                 privacy=Privacy(noise_multiplier=noise_multiplier))  # fmt: skip
+    return dpsvi(model, guide, optax.sgd(step * 0.05), clip_norm=8.0, budget=budget,
+                 noise_multiplier=noise_multiplier)  # fmt: skip
 
 
 def start(guide_type):

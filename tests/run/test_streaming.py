@@ -11,12 +11,12 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from flat import grouped
+from flat import dpsep, dpsvi, grouped
+from models import logistic
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPSEP, DPSVI, DPLaplace, Privacy, PrivacyBudget
+from numpyro_dp import DPLaplace, PrivacyBudget
 from numpyro_dp.core import Fold
-from numpyro_dp.estimators import aligned
 from numpyro_dp.mechanisms import LossRelease
 from numpyro_dp.run import loop
 from numpyro_dp.samplers import FixedSize, FullBatch, Permutation, Poisson
@@ -24,11 +24,7 @@ from numpyro_dp.samplers import FixedSize, FullBatch, Permutation, Poisson
 KEY = jax.random.key(0)
 N = 60
 
-
-def model(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+model = logistic()
 
 
 def with_codes(x, y):
@@ -56,12 +52,8 @@ def data():
 def driver(sampler=None, fitted=model, guide=None, **options):
     options = {"noise_multiplier": 1.0, "secret_key": 3, "repetition": True} | options
     options = {"clip_norm": 1.0} | options
-    return DPSVI(
-        fitted,
-        guide or AutoDiagonalNormal(fitted),
-        optax.adam(0.05),
-        **grouped(estimator=aligned(), sampler=sampler or Poisson(0.2), **options),
-    )
+    return dpsvi(fitted, guide or AutoDiagonalNormal(fitted), optax.adam(0.05),
+                 sampler=sampler or Poisson(0.2), **options)  # fmt: skip
 
 
 MEANS = Fold(lambda p: p, lambda s, p: jax.tree.map(jnp.add, s, p), lambda s: s)
@@ -74,16 +66,9 @@ CASES = {
     "short trace": (lambda: driver(), {"trace_size": 2}),
     "private losses": (lambda: driver(loss_release=LossRelease(5.0)), {"trace_size": 3}),
     "latents of records": (lambda: driver(fitted=with_codes, guide=encoder), {}),
-    "message passing": (
-        lambda: DPSEP(
-            model,
-            clip_norm=1.0,
-            sampler=Poisson(0.2),
-            privacy=Privacy(noise_multiplier=1.0, secret_key=3, repetition=True),
-        ),
-        {},
-    ),
-}
+    "message passing": (lambda: dpsep(model, sampler=Poisson(0.2), secret_key=3, repetition=True),
+        {}),
+}  # fmt: skip
 
 
 FAST = ["Poisson", "latents of records"]
