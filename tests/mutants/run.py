@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 LONGEST = 600  # seconds of tests of one bug
-TIERS = ("not slow and not extended", "slow")  # the second if a file has none of the first
+TIERS = ("not slow and not extended", "slow", "extended")  # one after the other
 README = ("not slow and not full and not extended",)  # what the README's command runs
 
 
@@ -52,15 +52,12 @@ def verdict(bug, place, tiers):
                     [*command, tier, test], cwd=place, env=environment, timeout=LONGEST,
                     capture_output=True, text=True,
                 )  # fmt: skip
-                if done.returncode != 5:  # no test was found
-                    break
-            if done.returncode == 5:
-                continue
-            if done.returncode in (1, 2):
-                failed = [n for n in done.stdout.splitlines() if n.startswith(("FAILED", "ERROR"))]
-                return "dies", failed[0].split(" - ")[0].split("/", 1)[1] if failed else test
-            if done.returncode:
-                return "does not apply", done.stdout[-300:]
+                if done.returncode in (1, 2):
+                    told = done.stdout.splitlines()
+                    failed = [line for line in told if line.startswith(("FAILED", "ERROR"))]
+                    return "dies", failed[0].split(" - ")[0].split("/", 1)[1] if failed else test
+                if done.returncode not in (0, 5):  # 5: no test was found
+                    return "does not apply", done.stdout[-300:]
     except subprocess.TimeoutExpired:
         return "dies", "time"
     finally:
