@@ -334,7 +334,7 @@ def _positive(
     statistics: Mapping[str, Callable[[Array], Array]],
     *special: Any,
 ) -> Family:
-    """A family with positive parameters, of which shapes and concentrations count minus 1.
+    """A family with positive parameters. The natural parameter of a concentration a is a - 1.
 
     Args:
         name: Constructor and size.

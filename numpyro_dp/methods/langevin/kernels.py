@@ -63,7 +63,7 @@ POINT_SUFFIX = "_auto_loc"  # NumPyro's suffix of the parameters of AutoDelta
 _LARGEST = 1e12
 
 StepSize = float | Callable[[Array], Array] | None
-Parts = tuple[Array, ...]  # the state of a kernel, of which the position comes first
+Parts = tuple[Array, ...]  # state of a kernel. The first array is the position
 _State = tuple[Array, tuple[Any, ...]]
 
 
