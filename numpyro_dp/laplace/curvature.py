@@ -15,12 +15,15 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import log_ndtr
+from scipy.special import log_ndtr, softmax
 
 from numpyro_dp.laplace.pattern import pairs_of, power_of
 from numpyro_dp.posterior.algebra import inverse, solve, symmetric, trace_of
-from numpyro_dp.posterior.likelihood import SMALLEST_SCALE, Prior, denoise_curvature
+from numpyro_dp.posterior.likelihood import SMALLEST_SCALE, Prior, denoise_curvature, size_of
 
+# Prior sds of the size of a site's curvature, relative to that of all sites. Most sites have nearly
+# the size of the guess, and few a very different one.
+SITE_SDS = 0.03, 0.1, 0.3, 1.0, 3.0
 FLOOR = 0.03  # smallest eigenvalue, relative to the mean of the positive parts
 RIDGE = 1.5  # sds of the curvature's error below which the next whitening sees no eigenvalue
 # A full whitening has the power 1 / 2. It is used if the error is small.
@@ -48,7 +51,8 @@ class Stage:
         noisy_curvature: The noisy sum of curvatures, whitened (d, d).
         curvature_noise: Standard deviation of the noise on the diagonal of ``noisy_curvature``.
         template: Whitened guess of the curvature, the target of the shrinkage (d, d).
-        template_scale_variance: Variance of the size of ``template`` that is left in ``curvature``.
+        template_scale_variance: Variance of the size of ``template`` that is left in ``curvature``,
+            or covariances of its sizes at each pair of latents (d, d).
         curvature: The denoised curvature, in the coordinates of theta (d, d).
         curvature_floored: ``curvature`` with all eigenvalues raised above 0 (d, d).
         curvature_error: GOE variance of the error that is left in ``curvature``, whitened.
@@ -69,7 +73,7 @@ class Stage:
     noisy_curvature: np.ndarray
     curvature_noise: float
     template: np.ndarray
-    template_scale_variance: float
+    template_scale_variance: float | np.ndarray
     curvature: np.ndarray
     curvature_floored: np.ndarray
     curvature_error: float
@@ -107,6 +111,7 @@ def read_stage(
     groups: np.ndarray | None = None,
     unseen: np.ndarray | None = None,
     spread: float = 1.0,
+    sites: np.ndarray | None = None,
 ) -> Stage:
     """Denoises the released values of a stage.
 
@@ -123,6 +128,7 @@ def read_stage(
         groups: Sites of group effects (d,), by default none.
         unseen: Directions in which the curvature is 0 (k, d), by default none.
         spread: Covariance of the stage's draws, over ``covariance``.
+        sites: Number of the site of each latent (d,), by default the same for all.
 
     Returns:
         The stage. Its discrepancy is still 0, and
@@ -132,6 +138,7 @@ def read_stage(
     pairs = pairs_of(groups)
     noisy_curvature, template = symmetric(noisy_curvature), np.where(pairs, template, 0)
     entries = (float(np.sum(pairs)) + len(pairs)) / 2
+    template, site_variances = _sized(noisy_curvature, template, curvature_noise, sites)
     denoised, error, scale_variance = denoise_curvature(
         noisy_curvature, template, curvature_noise, entries
     )
@@ -153,7 +160,7 @@ def read_stage(
         noisy_curvature=noisy_curvature,
         curvature_noise=curvature_noise,
         template=template,
-        template_scale_variance=scale_variance,
+        template_scale_variance=scale_variance + site_variances,
         curvature=symmetric(unwhitening @ denoised @ unwhitening),
         curvature_floored=symmetric(unwhitening @ (vectors * values) @ vectors.T @ unwhitening),
         curvature_error=error,
@@ -161,6 +168,37 @@ def read_stage(
         turned=seen @ unwhitening,
         spread=spread,
     )
+
+
+def _sized(
+    noisy: np.ndarray, template: np.ndarray, noise_sd: float, sites: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray | float]:
+    """The template with the size that each site has, and what is unsure of these sizes (d, d).
+
+    A residual scale that was far away changes the curvature of all weights alike, but not its own.
+    The curvature of a site is a mean over its latents, so it has less noise than one latent's.
+    """
+    if sites is None or len(np.unique(sites)) == 1:
+        return template, 0.0
+    noise = max(noise_sd, 1e-9 * np.trace(template) / len(template)) ** 2
+    size, _ = size_of(noisy, template, noise)
+    template, sizes, variances = size * template, np.ones(len(template)), np.zeros_like(template)
+    for site in np.unique(sites):
+        own = np.ix_(sites == site, sites == site)
+        found, variance = _site_size(noisy[own], template[own], noise)
+        sizes[sites == site], variances[own] = np.sqrt(found), variance / found**2
+    return np.outer(sizes, sizes) * template, variances
+
+
+def _site_size(noisy: np.ndarray, template: np.ndarray, noise: float) -> tuple[float, float]:
+    """Posterior mean and variance of the size of a site, relative to its template."""
+    means, variances = np.transpose([size_of(noisy, template, noise, sd) for sd in SITE_SDS])
+    # The size alone is known with this variance, and has the evidence of a normal distribution.
+    own = noise / np.sum(template**2)
+    seen, total = own * np.sum(noisy * template) / noise, own + np.square(SITE_SDS)
+    weights = softmax(-(np.log(total) + (seen - 1) ** 2 / total) / 2)
+    mean = weights @ means
+    return float(mean), float(weights @ (variances + (means - mean) ** 2))
 
 
 def evidence_unseen(

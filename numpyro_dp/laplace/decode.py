@@ -267,9 +267,10 @@ def _error_covariance(
     for j in range(count):
         for k in range(j, count):
             moment = spread + np.outer(own[j], own[k])
-            blocks[j, :, k] = newest.curvature_error / 2 * (
-                turn.T @ _ensemble(newest, moment) @ turn
-            ) + newest.template_scale_variance * (shape @ moment @ shape.T)
+            blocks[j, :, k] = (
+                newest.curvature_error / 2 * (turn.T @ _ensemble(newest, moment) @ turn)
+                + shape @ (newest.template_scale_variance * moment) @ shape.T
+            )
             blocks[k, :, j] = blocks[j, :, k].T
     for j, stage in enumerate(stages):
         turn = stage.turned

@@ -114,7 +114,7 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, np.ndarray], rng_key: Ar
     # With equal indices, a record of w[i] + w[j] would seem to see one group.
     mixed = _with_indices(mixed, outcomes, rng)
     distinct = np.concatenate(scores_at(points, mixed)[1:])
-    groups = group_sites(np.concatenate([scores, np.nan_to_num(distinct)]), _sites(prior))
+    groups = group_sites(np.concatenate([scores, np.nan_to_num(distinct)]), sites_of(prior))
     _check_number(groups)
     unseen = _unseen(scores_at, points, mixed, rng)
     near = functools.partial(_near, scores_at, mixed, listed=bool(outcomes.number))
@@ -287,7 +287,7 @@ def _check_number(groups: np.ndarray) -> None:
         )
 
 
-def _sites(prior: ModelPrior) -> np.ndarray:
+def sites_of(prior: ModelPrior) -> np.ndarray:
     """The site number of each latent that records see."""
     counts = [int(np.prod(prior.outcomes.shapes[n])) for n in sorted(prior.outcomes.seen)]
     return np.repeat(np.arange(len(counts)), counts)
@@ -331,7 +331,7 @@ def _scores_at(prior: ModelPrior, rng_key: Array) -> _ScoresAt:
 def _widths(prior: ModelPrior, sizes: np.ndarray, by_column: bool) -> np.ndarray:
     """Robust standard deviation of the score of each latent."""
     outcomes = prior.outcomes
-    site = _sites(prior)
+    site = sites_of(prior)
     widths = np.ones(len(site))
     for n in range(len(outcomes.seen)):
         own = sizes[:, site == n]

@@ -13,7 +13,7 @@ from jax import Array
 
 from numpyro_dp.core import Args, Kwargs
 from numpyro_dp.laplace import curvature, decode
-from numpyro_dp.laplace.guess import FirstGuess
+from numpyro_dp.laplace.guess import FirstGuess, sites_of
 from numpyro_dp.laplace.pattern import pairs_of
 from numpyro_dp.laplace.schedule import (
     ALONG,
@@ -58,7 +58,7 @@ from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import RunState, SensitiveState
 
-_BELIEVED = 4.0  # log of the odds at which a direction counts as unseen
+_BELIEVED = -3.0  # log of the odds from which a direction counts as unseen
 _MORE_BIASED = 1.5  # than the newest stage, so that a stage is left out
 _MOST_SPREAD = 10.0  # factor on the variance of scores in a wrong model
 
@@ -91,8 +91,9 @@ class Run:
         self._planned_at_first = len(plan.kinds)
         self._unseen, self._near = guess.unseen, guess.near
         self._blurred, self._norms = guess.blurred, guess.norms
-        # The model is believed before a column is, but not against the records.
-        self._evidence = np.where(np.arange(len(guess.unseen)) == 0, _BELIEVED, 0.0)
+        # A direction that may be unseen counts so until the records say otherwise. If it is seen,
+        # the posterior is too wide for a while. The other error would make it too narrow.
+        self._evidence, self._sites = np.zeros(len(guess.unseen)), sites_of(prior)
         size, self.pairs = len(guess.groups), pairs_of(guess.groups)
         self.whitening, self.template = np.diag(guess.whitening), np.eye(size)
         self.mean, self.covariance = prior.decoded.mean, prior.decoded.covariance
@@ -137,7 +138,7 @@ class Run:
             self.mean, self.covariance, self.whitening, self.template,
             clips[0] * score / weights[0],
             noisy, clips[0] / mu[0], clips[1] / mu[1], self.groups,
-            self._without_scores(noisy, clips[1] / mu[1]), self._spread,
+            self._without_scores(noisy, clips[1] / mu[1]), self._spread, self._sites,
         )  # fmt: skip
         if self.stages:
             # The curvature may have changed along the whole way, or along the last step alone.

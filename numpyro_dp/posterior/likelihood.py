@@ -75,10 +75,8 @@ def denoise_curvature(
     entries = size * (size + 1) / 2 if entries is None else entries
     smallest = 1e-9 * np.trace(template) / size  # noise of 0 would divide by 0
     noise = max(noise_sd, smallest) ** 2
-    size_variance = 1 / (np.sum(template**2) / noise + SCALE_SD**-2)
-    size_mean = size_variance * (np.sum(noisy * template) / noise + SCALE_SD**-2)
-    # Noise may make the size negative, but the guess has to be positive definite.
-    guess = max(size_mean, SMALLEST_SCALE) * template
+    size_mean, size_variance = size_of(noisy, template, noise)
+    guess = size_mean * template
     distance = np.sum((noisy - guess) ** 2)
     spread = (np.linspace(least_spread, 1, 60) * np.trace(guess) / size) ** 2
     total = spread + noise_share * noise
@@ -89,6 +87,18 @@ def denoise_curvature(
     # The gain is uncertain too. Its error multiplies the distance to the guess.
     error = noise * gain + weight @ (gains - gain) ** 2 * distance / entries
     return guess + gain * (noisy - guess), float(error), float(size_variance * (1 - gain) ** 2)
+
+
+def size_of(
+    noisy: np.ndarray, template: np.ndarray, noise: float, scale_sd: float = SCALE_SD
+) -> tuple[float, float]:
+    """Size c of a noisy matrix c B + noise, relative to B, with prior N(1, sd^2), and its variance.
+
+    Noise may make it negative, but a curvature is not. So it is at least .05.
+    """
+    variance = 1 / (np.sum(template**2) / noise + scale_sd**-2)
+    mean = variance * (np.sum(noisy * template) / noise + scale_sd**-2)
+    return float(max(mean, SMALLEST_SCALE)), float(variance)
 
 
 def released_likelihood(

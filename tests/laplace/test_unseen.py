@@ -1,5 +1,7 @@
 """Directions in which no record has a score keep their prior."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from hostile_models import problem_of
 from numpyro_dp import DPLaplace, Privacy, PrivacyBudget
 from numpyro_dp.laplace import curvature, decode
 from numpyro_dp.laplace.guess import first_guess
+from numpyro_dp.laplace.stages import Run
 from numpyro_dp.posterior.prior import read_prior
 
 N, TEAMS = 3000, 6
@@ -99,6 +102,30 @@ def test_released_curvatures_decide_about_a_direction():
     for matrix in (stage.curvature, decode.believed_curvature(stage)):
         np.testing.assert_allclose(matrix @ way[0], 0, atol=1e-8)
     assert way[0] @ stage.curvature_floored @ way[0] > 0
+
+
+def test_a_direction_counts_as_unseen_until_released_curvatures_say_otherwise():
+    stages = SimpleNamespace(
+        _unseen=(np.eye(4)[:1], np.eye(4)[1:2]), _evidence=np.zeros(2), whitening=np.eye(4)
+    )
+    # With this noise, a stage has log odds of -1.2 for the second direction.
+    for count in (2, 2, 1):
+        kept = Run._without_scores(stages, np.diag([0.0, 1, 1, 1]), 0.5)
+        np.testing.assert_array_equal(kept, np.eye(4)[:count])
+
+
+def test_each_site_has_its_own_size_if_the_release_is_sure_of_it():
+    size, noise, rng = 31, 0.2, np.random.default_rng(2)
+    sites = np.arange(size) // 30
+    for true, spread in ((np.where(sites, 12.0, 0.1), 0.05), (np.ones(size), 0.3)):
+        goe = rng.normal(size=(size, size))
+        noisy = np.diag(true) + noise * (goe + goe.T) / 2
+        stage = curvature.read_stage(
+            np.zeros(size), np.eye(size), np.eye(size), np.eye(size), np.zeros(size), noisy,
+            0.1, noise, sites=sites,
+        )  # fmt: skip
+        np.testing.assert_allclose(np.diag(stage.curvature), true, atol=spread, rtol=0.03)
+        assert stage.curvature_error < noise**2 / 10
 
 
 @pytest.mark.full
