@@ -56,7 +56,8 @@ def denoise_curvature(
     r"""Shrinks a noisy curvature towards a guess of its shape.
 
     The model is :math:`A = H + t G` with :math:`H \sim c B + v G'`. The size :math:`c` has the
-    prior :math:`N(1, 3^2)`. The spread :math:`v` is uniform up to tr(cB) / d, on a grid.
+    prior :math:`N(1, 3^2)`. The spread :math:`v` is uniform in its logarithm, up to tr(cB) / d, on a
+    grid. In few dimensions a release does not tell it, and the guess is often good.
 
     Args:
         noisy: The released matrix A, symmetric (d, d).
@@ -78,7 +79,7 @@ def denoise_curvature(
     size_mean, size_variance = size_of(noisy, template, noise)
     guess = size_mean * template
     distance = np.sum((noisy - guess) ** 2)
-    spread = (np.linspace(least_spread, 1, 60) * np.trace(guess) / size) ** 2
+    spread = (np.geomspace(least_spread, 1, 60) * np.trace(guess) / size) ** 2
     total = spread + noise_share * noise
     weight = softmax(-(entries * np.log(total) + distance / total) / 2)
     # The share is left out here: if the noise is only a bound, the matrix is shrunk more.
