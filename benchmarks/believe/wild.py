@@ -588,6 +588,7 @@ def main():
         os.environ |= {
             "JAX_COMPILATION_CACHE_DIR": programs,
             "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
+            "OPENBLAS_NUM_THREADS": "1",
         }
         context = multiprocessing.get_context("spawn")
         pool = concurrent.futures.ProcessPoolExecutor(args.processes, context)

@@ -56,8 +56,8 @@ def denoise_curvature(
     r"""Shrinks a noisy curvature towards a guess of its shape.
 
     The model is :math:`A = H + t G` with :math:`H \sim c B + v G'`. The size :math:`c` has the
-    prior :math:`N(1, 3^2)`. The spread :math:`v` is uniform in its logarithm, up to tr(cB) / d, on a
-    grid. In few dimensions a release does not tell it, and the guess is often good.
+    prior :math:`N(1, 3^2)`. The logarithm of the spread :math:`v` is uniform on a grid, up to that
+    of tr(cB) / d. In few dimensions a release does not tell it, and the guess is often good.
 
     Args:
         noisy: The released matrix A, symmetric (d, d).

@@ -12,8 +12,9 @@ weights count, NUTS samples it. This is post-processing and has no privacy cost.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +36,9 @@ _KEPT = 4000  # draws from a posterior that is not normal
 _PROPOSED = 20_000
 
 
-class ModelPrior(NamedTuple):
-    """The prior of all latents.
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelPrior:
+    """The prior of all latents. It keeps its compiled programs, for the next posterior.
 
     Attributes:
         outcomes: The outcomes of the model.
@@ -110,39 +112,55 @@ class ModelPrior(NamedTuple):
         self, precision: np.ndarray, linear: np.ndarray, rng_key: Array
     ) -> np.ndarray | None:
         """Draws under the normal prior, resampled by weight, or ``None`` if few weights count."""
-        outcomes, prior = self.outcomes, self.decoded
+        prior = self.decoded
         # The normal prior covers only latents that records see.
-        if len(outcomes.seen) < len(outcomes.shapes):
+        if len(self.outcomes.seen) < len(self.outcomes.shapes):
             return None
         mean, covariance = prior.updated(precision, linear)
         rng = generator(rng_key)
         theta = mean + rng.normal(size=(_PROPOSED, len(mean))) @ np.linalg.cholesky(covariance).T
         off = theta - prior.mean
-        exact = jax.jit(jax.vmap(_log_prior(outcomes)))(jnp.asarray(theta, jnp.result_type(float)))
+        exact = self._log_priors(jnp.asarray(theta, jnp.result_type(float)))
         # The likelihood is in both densities and cancels. Left are the two priors.
         logs = np.asarray(exact, np.float64) + np.sum((off @ prior.precision) * off, axis=1) / 2
         return _by_weight(theta, logs, rng)
 
     def _sampled(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> Array:
-        outcomes, seen = self.outcomes, jnp.asarray(self.seen)
-        log_prior = _log_prior(outcomes)
-        own, slope = jnp.asarray(precision, jnp.float32), jnp.asarray(linear, jnp.float32)
-
-        def potential(flat: Array) -> Array:
-            theta = flat[seen]
-            fit = slope @ theta - theta @ own @ theta / 2
-            return -fit - log_prior(flat)
-
-        start_key, run_key = jax.random.split(rng_key)
-        start = jnp.median(_flat_prior(outcomes, start_key, 200), axis=0)
         # Latents that records see start at the mean under the normal prior, others at their prior's
         # median.
-        mean, _ = self.decoded.updated(precision, linear)
-        start = start.at[seen].set(jnp.asarray(mean, start.dtype))
-        kernel = NUTS(potential_fn=potential, dense_mass=len(start) <= 50, target_accept_prob=0.9)
-        mcmc = MCMC(kernel, num_warmup=500, num_samples=_KEPT // 2, progress_bar=False)
-        mcmc.run(run_key, init_params=start)
-        return mcmc.get_samples()
+        start, (mean, _) = self._median.copy(), self.decoded.updated(precision, linear)
+        start[self.seen] = mean
+        return self._nuts(
+            rng_key, *(jnp.asarray(x, jnp.float32) for x in (precision, linear, start))
+        )
+
+    @functools.cached_property
+    def _log_priors(self) -> Callable[[Array], Array]:
+        return jax.jit(jax.vmap(_log_prior(self.outcomes)))
+
+    @functools.cached_property
+    def _median(self) -> np.ndarray:
+        """The prior's median of all latents (all,)."""
+        return np.median(_flat_prior(self.outcomes, jax.random.key(0), 200), axis=0)
+
+    @functools.cached_property
+    def _nuts(self) -> Callable[[Array, Array, Array, Array], Array]:
+        """NUTS, compiled once for all likelihoods: ``(key, precision, linear, start) -> draws``."""
+        log_prior, seen = _log_prior(self.outcomes), jnp.asarray(self.seen)
+
+        @jax.jit
+        def draws(rng_key: Array, precision: Array, linear: Array, start: Array) -> Array:
+            def potential(flat: Array) -> Array:
+                theta = flat[seen]
+                return theta @ precision @ theta / 2 - linear @ theta - log_prior(flat)
+
+            dense = len(start) <= 50
+            kernel = NUTS(potential_fn=potential, dense_mass=dense, target_accept_prob=0.9)
+            mcmc = MCMC(kernel, num_warmup=500, num_samples=_KEPT // 2, progress_bar=False)
+            mcmc.run(rng_key, init_params=start)
+            return mcmc.get_samples()
+
+        return draws
 
 
 def prior_of(model: Model, shared: tuple[Array, ...]) -> ModelPrior:
