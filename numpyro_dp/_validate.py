@@ -8,15 +8,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "check_callable",
-    "check_in",
-    "check_int",
-    "check_num_steps",
-    "check_real",
-    "check_sizes",
-]
-
 
 def check_real(
     name: str,
