@@ -72,7 +72,7 @@ class Spending(NamedTuple):
         run: Name of the run, so that it is counted once.
         relation: The neighbouring relation.
         steps: Normal form of its event (:func:`~.accounting.bounds.gaussian_steps`).
-        failure_prob, total_variation: See :func:`~.accounting.epsilon_spent`.
+        failure_prob, total_variation: See :func:`.epsilon_spent`.
         caveats: What epsilon does not cover, as the report says it.
         unit: What one record is (:func:`unit_name`).
     """

@@ -28,8 +28,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from numpyro_dp._lazy import dpa
-from numpyro_dp.privacy.accounting import EpsilonBound, epsilon_spent
-from numpyro_dp.privacy.accounting.bounds import GaussianStep, canonical_event
+from numpyro_dp.privacy.accounting.bounds import EpsilonBound, GaussianStep, canonical_event
+from numpyro_dp.privacy.accounting.spent import epsilon_spent
 from numpyro_dp.privacy.budget import PrivacyBudget, Spending
 
 _VERSION = 1

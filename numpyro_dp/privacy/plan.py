@@ -10,13 +10,14 @@ from collections.abc import Callable
 
 from numpyro_dp._lazy import dpa
 from numpyro_dp.core import Mechanism, Number, Sampler
-from numpyro_dp.privacy.accounting import (
+from numpyro_dp.privacy.accounting.bounds import (
     Accountant,
     EpsilonBound,
     TotalVariationError,
-    epsilon_spent,
+    canonical_event,
+    gaussian_steps,
 )
-from numpyro_dp.privacy.accounting.bounds import canonical_event, gaussian_steps
+from numpyro_dp.privacy.accounting.spent import epsilon_spent
 from numpyro_dp.privacy.budget import (
     SENSITIVITY,
     PrivacyBudget,

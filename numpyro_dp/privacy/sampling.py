@@ -10,7 +10,7 @@ computed, not estimated.
 **Guarantee.** A batch fails if more rows are drawn than it can hold. The probability of this is at
 most ``failure_prob(N)``. Otherwise its distribution is within ``total_variation(N)`` of the one
 that ``amplify`` accounts for. Both are charged to delta, see
-:func:`~numpyro_dp.privacy.accounting.epsilon_spent`. For a given record, a padded Poisson batch
+:func:`.epsilon_spent`. For a given record, a padded Poisson batch
 fails if the *other* records alone fill it. So the failure is the same with and without the record.
 Without a failure the record is sampled as accounted for. Earlier batches cannot be computed from
 the key in a state.

@@ -15,8 +15,8 @@ from scipy import stats
 from numpyro_dp import PrivacyBudget
 from numpyro_dp.core import MechanismState, Whole
 from numpyro_dp.privacy import noise
-from numpyro_dp.privacy.accounting import epsilon_spent
 from numpyro_dp.privacy.accounting.gdp import gaussian_log_delta
+from numpyro_dp.privacy.accounting.spent import epsilon_spent
 from numpyro_dp.privacy.keys import secret_key
 from numpyro_dp.privacy.noise import (
     MOST,
