@@ -82,7 +82,7 @@ def discrete_gaussian(key: Array, size: int) -> Int[Array, " size"]:
         size: How many.
 
     Raises:
-        TypeError: If ``key`` is not a scalar typed key.
+        TypeError, ValueError: If ``key`` is not a scalar typed key.
 
     Example:
         >>> from numpyro_dp.privacy.keys import secret_key

@@ -46,14 +46,14 @@ _BITS, _SPLIT, _FOLD, _SEED = 0x62697473, 0x73706C74, 0x666F6C64, 0x73656564
 
 
 def check_typed_key(key: Array) -> Array:
-    """Returns ``key`` if it is a scalar typed key of any generator, or raises TypeError."""
+    """Returns ``key`` if it is a scalar typed key of any generator, or raises."""
     if not is_key(key):
         raise TypeError(
-            f"Expected a typed key, got {type(key).__name__}. Use secret_key(), or "
-            "jax.random.wrap_key_data(data, impl=CHACHA20) for raw words."
+            f"Expected a typed key, got {type(key).__name__}{getattr(key, 'shape', '')}. Use "
+            "secret_key(), or jax.random.wrap_key_data(data, impl=CHACHA20) for eight words."
         )
     if key.shape:
-        raise TypeError(f"Expected a scalar key, got keys of shape {key.shape}. Use jax.vmap.")
+        raise ValueError(f"Expected a scalar key, got keys of shape {key.shape}. Use jax.vmap.")
     return key
 
 
