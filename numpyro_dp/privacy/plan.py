@@ -134,8 +134,7 @@ class Plan:
         except TotalVariationError:
             if self.budget is not None:
                 raise
-            nan, inf = float("nan"), float("inf")
-            return EpsilonBound(nan, nan, inf, delta, self.relation, event, "none")
+            return EpsilonBound(None, None, math.inf, delta, self.relation, event, "none")
 
     def errors(self, num_steps: int, *, own: bool = False) -> dict[str, float]:
         """Errors of sampler and noise that the event leaves out, by a union bound over the steps.

@@ -23,7 +23,6 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, ClassVar
 
 import jax
@@ -49,11 +48,7 @@ _MAX_EXAMPLES = 2**31 - 2
 _SPLIT = "Row numbers are 32-bit: split a larger data set."
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["key", "order", "position"],
-    meta_fields=["num_examples"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplerState:
     """State of the samplers in this module: a pytree for ``jit`` and ``scan``.
@@ -67,7 +62,7 @@ class SamplerState:
     """
 
     key: Array = dataclasses.field(repr=False)
-    num_examples: int
+    num_examples: int = dataclasses.field(metadata={"static": True})
     order: Array | None = dataclasses.field(default=None, repr=False)
     position: Any = None
 
