@@ -80,8 +80,7 @@ def _interval(low: float, high: float, low_open: bool, high_open: bool) -> str:
 
 
 def _message(got: str, expected: str, remedy: str) -> str:
-    text = f"Expected {expected}, got {got}."
-    return f"{text} {remedy}" if remedy else text
+    return f"Expected {expected}, got {got}. {remedy}".rstrip()
 
 
 def check_callable(name: str, value: object) -> None:

@@ -332,8 +332,7 @@ def make_plan(
             ``num_steps``.
     """
     budget = budget and budget.for_records(num_examples)
-    delta = budget.delta if budget else None
-    delta = default_delta(num_examples) if delta is None else delta
+    delta = (budget and budget.delta) or default_delta(num_examples)
     relation = budget.relation if budget else sampler.relation
     noise = 0.0 if noise_multiplier is None else noise_multiplier
     plan = Plan(sampler, num_examples, noise, mechanism, budget, delta, relation, accountant)
