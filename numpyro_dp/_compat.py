@@ -17,51 +17,11 @@ import jax.core
 import jax.extend.core
 import numpyro
 from jax import Array
-from jax.extend.random import define_prng_impl
+from jax.extend.random import define_prng_impl as define_prng_impl
 from jax.typing import ArrayLike
 from numpyro.distributions import MaskedDistribution
 from numpyro.infer.autoguide import AutoGuide
 from numpyro.primitives import Messenger
-
-__all__ = [
-    "CALLED",
-    "CALLS",
-    "CUSTOM_BATCHING",
-    "HOST_CALLS",
-    "ITERATE_INSIDE",
-    "LOOKUPS",
-    "LOOPS",
-    "MOVES",
-    "PLACES",
-    "RULED",
-    "Messenger",
-    "Program",
-    "as_program",
-    "bind",
-    "custom_vmap",
-    "define_prng_impl",
-    "flat_latent",
-    "forget_prototype",
-    "guide_functions",
-    "has_named_axes",
-    "in_control_flow",
-    "init_scale",
-    "is_tracer",
-    "latent_sites",
-    "literal",
-    "make_program",
-    "mask_of",
-    "programs_in",
-    "prototype_sites",
-    "same_distribution",
-    "setup_of",
-    "takes_value",
-    "trace_of",
-    "trace_state",
-    "traced_by",
-    "unpack_latent",
-    "wrapped_model",
-]
 
 # JAX moved get_opaque_trace_state and its neighbours from jax.core to jax.extend.core.
 _core: Any = jax.extend.core if hasattr(jax.extend.core, "get_opaque_trace_state") else jax.core

@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Lazy", "dpa", "stats"]
-
 
 class Lazy:
     """A placeholder that imports a module at the first access to an attribute.

@@ -20,11 +20,6 @@ from numpyro_dp._compat import (
     make_program,
 )
 
-__all__ = [
-    "Constant", "FlatProgram", "Op", "ScalarProgram", "evaluate", "flat", "needed", "trace_scalar",
-    "value_of",
-]  # fmt: skip
-
 
 class Constant:
     """A constant of the program, compared by identity."""

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-__all__ = ["add", "column", "filled", "is_key", "select", "shapes_of", "squared_norm", "widen"]
-
 _ROW = 1024
 
 

@@ -8,15 +8,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = [
-    "check_callable",
-    "check_in",
-    "check_int",
-    "check_num_steps",
-    "check_real",
-    "check_sizes",
-]
-
 
 def check_real(
     name: str,
@@ -89,8 +80,7 @@ def _interval(low: float, high: float, low_open: bool, high_open: bool) -> str:
 
 
 def _message(got: str, expected: str, remedy: str) -> str:
-    text = f"Expected {expected}, got {got}."
-    return f"{text} {remedy}" if remedy else text
+    return f"Expected {expected}, got {got}. {remedy}".rstrip()
 
 
 def check_callable(name: str, value: object) -> None:

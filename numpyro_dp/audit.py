@@ -49,8 +49,6 @@ from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.state import RunState, spent_by
 
-__all__ = ["Audit", "audit", "audit_run"]
-
 _TRIES = 50  # batches in which to look for the canary
 _TOGETHER = 4096  # draws computed at once
 _FEWEST = 10  # values of noise from which a correlation is judged

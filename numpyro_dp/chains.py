@@ -25,8 +25,6 @@ from numpyro_dp.run.session import Session
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.run.state import SensitiveState, noise_fields, plan_for, secret_of, spent_by
 
-__all__ = ["Chains", "ChainsResult"]
-
 
 class ChainsResult(NamedTuple):
     """What chains return. All of it may be published.

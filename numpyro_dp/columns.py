@@ -34,8 +34,6 @@ from numpyro_dp.privacy.sampling import FullBatch
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.settings import Method, Privacy, RunSettings
 
-__all__ = ["summarize_columns"]
-
 _BINS = 64
 _HIDDEN = 0.1  # noise in a mean (half ranges) or a share of records, above which it is not shown
 

@@ -34,10 +34,6 @@ SENSITIVITY: dict[str, float] = {"add_or_remove_one": 1.0, "replace_one": 2.0}
 # A larger epsilon promises nothing: a test that is wrong about 1 % of absent records may be right
 # about all present ones.
 LARGEST_EPSILON = 10.0
-_DELTA_REMEDY = (
-    "Gaussian noise gives no guarantee with delta=0. Choose a delta below 1 / num_examples, "
-    "for example 1e-5."
-)
 
 
 def default_delta(num_examples: int) -> float:
@@ -72,7 +68,7 @@ class Spending(NamedTuple):
         run: Name of the run, so that it is counted once.
         relation: The neighbouring relation.
         steps: Normal form of its event (:func:`~.accounting.bounds.gaussian_steps`).
-        failure_prob, total_variation: See :func:`~.accounting.epsilon_spent`.
+        failure_prob, total_variation: See :func:`.epsilon_spent`.
         caveats: What epsilon does not cover, as the report says it.
         unit: What one record is (:func:`unit_name`).
     """
@@ -132,7 +128,8 @@ class PrivacyBudget:
         if self.delta is not None:
             delta = check_real(
                 "delta", self.delta, low=0.0, high=1.0, low_open=True, high_open=True,
-                remedy=_DELTA_REMEDY,
+                remedy="Gaussian noise gives no guarantee with delta=0. Choose a delta below "
+                "1 / num_examples, for example 1e-5.",
             )  # fmt: skip
             object.__setattr__(self, "delta", delta)
         object.__setattr__(self, "epsilon", epsilon)

@@ -8,7 +8,7 @@ behaves like one Gaussian mechanism with
 
 Brent's method in :math:`(\log z, \log\varepsilon)` with the accountant then needs a few
 evaluations. The returned bound is the one that
-:func:`~numpyro_dp.privacy.accounting.epsilon_spent` gives for the event, so a later report cannot
+:func:`.epsilon_spent` gives for the event, so a later report cannot
 exceed the budget.
 
 Reference:
@@ -71,7 +71,7 @@ def calibrate_noise(
     """Returns the noise multiplier that spends the budget, and the bound on what it spends.
 
     ``make_event`` maps a noise multiplier, relative to the sensitivity under the budget's relation,
-    to the event of the whole run. The last three are as in :func:`~.accounting.epsilon_spent`.
+    to the event of the whole run. The last three are as in :func:`.epsilon_spent`.
 
     Raises:
         UnsupportedEventError: If the accountant has no bound for such events.

@@ -12,6 +12,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ from numpyro_dp.privacy.once import (
     held_by_a_function,
     in_trace,
 )
-from numpyro_dp.privacy.random import CHACHA20, KEY_WORDS
+from numpyro_dp.privacy.random import CHACHA20, KEY_WORDS, check_typed_key
 
 _INT_CONTEXT = b"numpyro_dp.privacy.random: integer seed, version 1: "
 _RUN, _RENEWED = b"numpyro_dp run, version 1: ", b"numpyro_dp resumed run, version 1: "
@@ -97,7 +98,12 @@ def as_secret_key(key: Array | bytes | str | int) -> Array:
     collides.
     """
     if isinstance(key, jax.Array):
-        return _check_typed(key)
+        if (kind := jax.random.key_impl(check_typed_key(key))) != CHACHA20:
+            raise TypeError(
+                f"Expected a ChaCha20 key, got a key of {kind}. Its state has too few bits. Use "
+                "secret_key(), or secret_key(seed) for a reproducible run."
+            )
+        return key
     if isinstance(key, str):
         try:
             key = bytes.fromhex(key)
@@ -121,22 +127,6 @@ def as_secret_key(key: Array | bytes | str | int) -> Array:
         )
     words = [int.from_bytes(key[i : i + 4], "little") for i in range(0, len(key), 4)]
     return jax.random.wrap_key_data(jnp.array(words, jnp.uint32), impl=CHACHA20)
-
-
-def _check_typed(key: Array) -> Array:
-    if is_key(key):
-        if jax.random.key_impl(key) != CHACHA20:
-            raise TypeError(
-                f"Expected a ChaCha20 key, got a key of {jax.random.key_impl(key)}. Its state has "
-                "too few bits. Use secret_key(), or secret_key(seed) for a reproducible run."
-            )
-        if key.shape:
-            raise ValueError(f"Expected a scalar key, got keys of shape {key.shape}.")
-        return key
-    raise TypeError(
-        f"Expected a ChaCha20 key, got a raw {key.dtype} array of shape {key.shape}. Use "
-        "secret_key(), or jax.random.wrap_key_data(data, impl=CHACHA20) for eight words."
-    )
 
 
 def agreed(mesh: Mesh | None, secret: Array) -> Array:
@@ -297,23 +287,26 @@ def check_rng_key(rng_key: object) -> None:
     Example:
         >>> check_rng_key(jax.random.key(0))
     """
-    if isinstance(rng_key, jax.Array | np.ndarray):
-        typed = jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key) and rng_key.shape == ()
-        if typed or (rng_key.dtype == np.uint32 and rng_key.ndim == 1):
-            return
-    raise TypeError(
-        f"Expected rng_key to be a JAX key, got {type(rng_key).__name__}. Pass jax.random.key(0)."
-    )
+    if not _holds_keys(rng_key, 0):
+        raise TypeError(
+            f"Expected rng_key to be a JAX key, got {type(rng_key).__name__}. Pass "
+            "jax.random.key(0)."
+        )
 
 
 def check_rng_keys(rng_keys: object) -> None:
     """Raises TypeError unless ``rng_keys`` is a vector of JAX keys, typed or raw."""
-    if isinstance(rng_keys, jax.Array | np.ndarray) and rng_keys.shape and rng_keys.shape[0]:
-        typed = jnp.issubdtype(rng_keys.dtype, jax.dtypes.prng_key)
-        if rng_keys.ndim == 1 if typed else rng_keys.dtype == np.uint32 and rng_keys.ndim == 2:
-            return
-    shown = type(rng_keys).__name__ + str(getattr(rng_keys, "shape", ""))
-    raise TypeError(
-        f"Expected rng_keys to be a vector of JAX keys, one for each seed, got {shown}. Pass "
-        "jax.random.split(jax.random.key(0), number_of_seeds)."
-    )
+    if not _holds_keys(rng_keys, 1):
+        shown = type(rng_keys).__name__ + str(getattr(rng_keys, "shape", ""))
+        raise TypeError(
+            f"Expected rng_keys to be a vector of JAX keys, one for each seed, got {shown}. Pass "
+            "jax.random.split(jax.random.key(0), number_of_seeds)."
+        )
+
+
+def _holds_keys(found: Any, ndim: int) -> bool:
+    """Whether an array holds at least one key in this number of axes, typed or raw."""
+    if is_key(found):
+        return found.ndim == ndim and found.size > 0
+    raw = isinstance(found, jax.Array | np.ndarray) and found.dtype == np.uint32
+    return raw and found.ndim == ndim + 1 and found.size > 0

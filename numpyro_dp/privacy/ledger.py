@@ -27,9 +27,8 @@ import sqlite3
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from numpyro_dp._lazy import dpa
-from numpyro_dp.privacy.accounting import EpsilonBound, epsilon_spent
-from numpyro_dp.privacy.accounting.bounds import GaussianStep, canonical_event
+from numpyro_dp.privacy.accounting.bounds import EpsilonBound, GaussianStep, canonical_event
+from numpyro_dp.privacy.accounting.spent import epsilon_spent
 from numpyro_dp.privacy.budget import PrivacyBudget, Spending
 
 _VERSION = 1
@@ -282,15 +281,12 @@ class Ledger:
             )
 
     def _bound(self, spendings: tuple[Spending, ...]) -> EpsilonBound:
-        total = self.total
-        if not spendings:
-            return epsilon_spent(dpa.NoOpDpEvent(), self._delta, total.relation)
         beside = {
             name: min(math.fsum(getattr(each, name) for each in spendings), 1 - 1e-12)
             for name in ("failure_prob", "total_variation")
         }
         event = canonical_event(tuple(step for each in spendings for step in each.steps))
-        return epsilon_spent(event, self._delta, total.relation, accountant=None, **beside)
+        return epsilon_spent(event, self._delta, self.total.relation, accountant=None, **beside)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

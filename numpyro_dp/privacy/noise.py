@@ -82,7 +82,7 @@ def discrete_gaussian(key: Array, size: int) -> Int[Array, " size"]:
         size: How many.
 
     Raises:
-        TypeError: If ``key`` is not a scalar typed key.
+        TypeError, ValueError: If ``key`` is not a scalar typed key.
 
     Example:
         >>> from numpyro_dp.privacy.keys import secret_key
@@ -197,18 +197,12 @@ def _shifted(high: Array, low: Array, shift: Array) -> tuple[Array, Array]:
     """The number divided by 2^shift and rounded to an integer, half of the way up."""
 
     def right(by: Array) -> tuple[Array, Array]:
-        # Every single shift stays below 32, the width of a word.
-        far, near = by - 32, jnp.minimum(by, 31)
-        bits = high.astype(jnp.uint32)
-        below = jnp.where(near > 0, bits << (32 - jnp.maximum(near, 1)), 0)
-        signed = by.astype(jnp.int32)
-        return (
-            jnp.where(by < 32, high >> jnp.minimum(signed, 31), high >> 31),
-            jnp.where(
-                by < 32, (low >> near) | below,
-                (high >> jnp.clip(far.astype(jnp.int32), 0, 31)).astype(jnp.uint32),
-            ),
-        )  # fmt: skip
+        # First a whole word, then the rest: each shift of a word stays below 32, its width.
+        whole, by = by >= 32, by & 31
+        top = jnp.where(whole, high >> 31, high)
+        bottom = jnp.where(whole, high.astype(jnp.uint32), low)
+        carried = jnp.where(by > 0, top.astype(jnp.uint32) << (32 - jnp.maximum(by, 1)), 0)
+        return top >> by.astype(jnp.int32), (bottom >> by) | carried
 
     found = right(shift)
     half = jnp.where(shift > 0, right(jnp.maximum(shift, 1) - 1)[1] & 1, 0)

@@ -10,13 +10,14 @@ from collections.abc import Callable
 
 from numpyro_dp._lazy import dpa
 from numpyro_dp.core import Mechanism, Number, Sampler
-from numpyro_dp.privacy.accounting import (
+from numpyro_dp.privacy.accounting.bounds import (
     Accountant,
     EpsilonBound,
     TotalVariationError,
-    epsilon_spent,
+    canonical_event,
+    gaussian_steps,
 )
-from numpyro_dp.privacy.accounting.bounds import canonical_event, gaussian_steps
+from numpyro_dp.privacy.accounting.spent import epsilon_spent
 from numpyro_dp.privacy.budget import (
     SENSITIVITY,
     PrivacyBudget,
@@ -133,8 +134,7 @@ class Plan:
         except TotalVariationError:
             if self.budget is not None:
                 raise
-            nan, inf = float("nan"), float("inf")
-            return EpsilonBound(nan, nan, inf, delta, self.relation, event, "none")
+            return EpsilonBound(None, None, math.inf, delta, self.relation, event, "none")
 
     def errors(self, num_steps: int, *, own: bool = False) -> dict[str, float]:
         """Errors of sampler and noise that the event leaves out, by a union bound over the steps.
@@ -332,8 +332,7 @@ def make_plan(
             ``num_steps``.
     """
     budget = budget and budget.for_records(num_examples)
-    delta = budget.delta if budget else None
-    delta = default_delta(num_examples) if delta is None else delta
+    delta = (budget and budget.delta) or default_delta(num_examples)
     relation = budget.relation if budget else sampler.relation
     noise = 0.0 if noise_multiplier is None else noise_multiplier
     plan = Plan(sampler, num_examples, noise, mechanism, budget, delta, relation, accountant)

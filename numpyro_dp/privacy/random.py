@@ -46,14 +46,14 @@ _BITS, _SPLIT, _FOLD, _SEED = 0x62697473, 0x73706C74, 0x666F6C64, 0x73656564
 
 
 def check_typed_key(key: Array) -> Array:
-    """Returns ``key`` if it is a scalar typed key of any generator, or raises TypeError."""
+    """Returns ``key`` if it is a scalar typed key of any generator, or raises."""
     if not is_key(key):
         raise TypeError(
-            f"Expected a typed key, got {type(key).__name__}. Use secret_key(), or "
-            "jax.random.wrap_key_data(data, impl=CHACHA20) for raw words."
+            f"Expected a typed key, got {type(key).__name__}{getattr(key, 'shape', '')}. Use "
+            "secret_key(), or jax.random.wrap_key_data(data, impl=CHACHA20) for eight words."
         )
     if key.shape:
-        raise TypeError(f"Expected a scalar key, got keys of shape {key.shape}. Use jax.vmap.")
+        raise ValueError(f"Expected a scalar key, got keys of shape {key.shape}. Use jax.vmap.")
     return key
 
 
@@ -63,27 +63,22 @@ def _rotate(x: Array, count: int) -> Array:
 
 def _quarter_rounds(a: Array, b: Array, c: Array, d: Array) -> tuple[Array, Array, Array, Array]:
     """Four quarter rounds at once, one for each row of the arguments."""
-    a = a + b
-    d = _rotate(d ^ a, 16)
-    c = c + d
-    b = _rotate(b ^ c, 12)
-    a = a + b
-    d = _rotate(d ^ a, 8)
-    c = c + d
-    b = _rotate(b ^ c, 7)
+    for of_d, of_b in ((16, 12), (8, 7)):
+        a = a + b
+        d = _rotate(d ^ a, of_d)
+        c = c + d
+        b = _rotate(b ^ c, of_b)
     return a, b, c, d
-
-
-def _roll(x: Array, count: int) -> Array:
-    return jnp.concatenate([x[count:], x[:count]])
 
 
 def _double_round(_: Array, state: Array) -> Array:
     a, b, c, d = _quarter_rounds(*state)
     # Each half is one pass over the state. Without the barrier XLA would compute the first twice.
-    state = lax.optimization_barrier(jnp.stack([a, _roll(b, 1), _roll(c, 2), _roll(d, 3)]))
+    state = lax.optimization_barrier(
+        jnp.stack([a, jnp.roll(b, -1, 0), jnp.roll(c, -2, 0), jnp.roll(d, -3, 0)])
+    )
     a, b, c, d = _quarter_rounds(*state)
-    return jnp.stack([a, _roll(b, 3), _roll(c, 2), _roll(d, 1)])
+    return jnp.stack([a, jnp.roll(b, 1, 0), jnp.roll(c, 2, 0), jnp.roll(d, 3, 0)])
 
 
 # Compiled, because outside a trace JAX would compile the operations of a key one by one, some

@@ -10,7 +10,7 @@ computed, not estimated.
 **Guarantee.** A batch fails if more rows are drawn than it can hold. The probability of this is at
 most ``failure_prob(N)``. Otherwise its distribution is within ``total_variation(N)`` of the one
 that ``amplify`` accounts for. Both are charged to delta, see
-:func:`~numpyro_dp.privacy.accounting.epsilon_spent`. For a given record, a padded Poisson batch
+:func:`.epsilon_spent`. For a given record, a padded Poisson batch
 fails if the *other* records alone fill it. So the failure is the same with and without the record.
 Without a failure the record is sampled as accounted for. Earlier batches cannot be computed from
 the key in a state.
@@ -23,7 +23,6 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, ClassVar
 
 import jax
@@ -49,11 +48,7 @@ _MAX_EXAMPLES = 2**31 - 2
 _SPLIT = "Row numbers are 32-bit: split a larger data set."
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["key", "order", "position"],
-    meta_fields=["num_examples"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SamplerState:
     """State of the samplers in this module: a pytree for ``jit`` and ``scan``.
@@ -67,7 +62,7 @@ class SamplerState:
     """
 
     key: Array = dataclasses.field(repr=False)
-    num_examples: int
+    num_examples: int = dataclasses.field(metadata={"static": True})
     order: Array | None = dataclasses.field(default=None, repr=False)
     position: Any = None
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from numpyro_dp.privacy.accounting import describe_event
+from numpyro_dp.privacy.accounting.bounds import describe_event
 from numpyro_dp.privacy.accounting.spent import is_left_out
 from numpyro_dp.privacy.budget import LARGEST_EPSILON, default_delta
 

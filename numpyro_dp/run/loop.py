@@ -29,7 +29,8 @@ from jax.sharding import Mesh
 
 from numpyro_dp.core import Batch, PyTree, Sampler
 from numpyro_dp.model.records import Rows
-from numpyro_dp.privacy.accounting import RDP, UnsupportedEventError
+from numpyro_dp.privacy.accounting.bounds import UnsupportedEventError
+from numpyro_dp.privacy.accounting.rdp import RDP
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.checkpoint import Checkpoint
 from numpyro_dp.sums.devices import any_process

@@ -15,7 +15,7 @@ from numpyro_dp._validate import check_callable, check_int, check_real
 from numpyro_dp.core import Estimator, Mechanism, MechanismBuilder, Problem, PyTree, Sampler
 from numpyro_dp.model.frontend import GivenModel
 from numpyro_dp.model.public import declare
-from numpyro_dp.privacy.accounting import Accountant
+from numpyro_dp.privacy.accounting.bounds import Accountant
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.keys import as_secret_key
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm

@@ -30,7 +30,7 @@ from numpyro_dp.laplace.stages import Run, Stages
 from numpyro_dp.mechanisms import AdaptiveClip, GaussianMechanism
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.posterior import tail_average
-from numpyro_dp.privacy.accounting import Accountant
+from numpyro_dp.privacy.accounting.bounds import Accountant
 from numpyro_dp.samplers import FixedSize, FullBatch, Permutation, Poisson
 
 from . import references

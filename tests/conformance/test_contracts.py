@@ -25,7 +25,7 @@ from numpyro_dp.accounting import UnsupportedEventError
 from numpyro_dp.core import Estimator, Fold, Mechanism, MechanismState, Sampler
 from numpyro_dp.estimators import aligned
 from numpyro_dp.mechanisms import GaussianMechanism, LossRelease
-from numpyro_dp.privacy.accounting import Accountant
+from numpyro_dp.privacy.accounting.bounds import Accountant
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
 from numpyro_dp.run.settings import RunSettings

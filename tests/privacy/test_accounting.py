@@ -16,24 +16,20 @@ from hypothesis import strategies as st
 from privacy.pairs import deltas, loss_range
 from scipy import optimize, stats
 
-from numpyro_dp.privacy.accounting import (
-    GDP,
-    PLD,
-    PRV,
-    RDP,
-    Best,
+from numpyro_dp.privacy.accounting import pld, prv
+from numpyro_dp.privacy.accounting.bounds import (
     EpsilonBound,
     TotalVariationError,
     UnreliableBoundError,
     UnsupportedEventError,
     describe_event,
-    epsilon_spent,
-    pld,
-    prv,
+    gaussian_steps,
 )
-from numpyro_dp.privacy.accounting.bounds import gaussian_steps
-from numpyro_dp.privacy.accounting.gdp import gaussian_epsilon, gaussian_log_delta
-from numpyro_dp.privacy.accounting.pld import _rounding
+from numpyro_dp.privacy.accounting.gdp import GDP, gaussian_epsilon, gaussian_log_delta
+from numpyro_dp.privacy.accounting.pld import PLD, _rounding
+from numpyro_dp.privacy.accounting.prv import PRV
+from numpyro_dp.privacy.accounting.rdp import RDP
+from numpyro_dp.privacy.accounting.spent import Best, epsilon_spent
 from numpyro_dp.privacy.budget import SENSITIVITY, PrivacyBudget, neighboring_relation
 
 ADD, REPLACE = "add_or_remove_one", "replace_one"

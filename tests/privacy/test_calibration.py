@@ -14,16 +14,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from numpyro_dp.privacy import calibration
-from numpyro_dp.privacy.accounting import (
-    GDP,
-    PRV,
-    RDP,
+from numpyro_dp.privacy.accounting.bounds import (
     EpsilonBound,
     TotalVariationError,
     UnreliableBoundError,
     UnsupportedEventError,
-    epsilon_spent,
 )
+from numpyro_dp.privacy.accounting.gdp import GDP
+from numpyro_dp.privacy.accounting.prv import PRV
+from numpyro_dp.privacy.accounting.rdp import RDP
+from numpyro_dp.privacy.accounting.spent import epsilon_spent
 from numpyro_dp.privacy.budget import SENSITIVITY, PrivacyBudget
 from numpyro_dp.privacy.calibration import CalibrationError, calibrate_noise
 from numpyro_dp.privacy.plan import make_plan
@@ -234,7 +234,7 @@ def _cost(code: str) -> tuple[float, float]:
     script = f"""
 import resource, time
 import dp_accounting as dpa
-from numpyro_dp.privacy.accounting import Best
+from numpyro_dp.privacy.accounting.spent import Best
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.calibration import calibrate_noise
 def run(rate, steps):

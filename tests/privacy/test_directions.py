@@ -8,7 +8,9 @@ import dp_accounting as dpa
 import pytest
 from dp_accounting.pld import privacy_loss_distribution as library
 
-from numpyro_dp.privacy.accounting import PLD, PRV, prv
+from numpyro_dp.privacy.accounting import prv
+from numpyro_dp.privacy.accounting.pld import PLD
+from numpyro_dp.privacy.accounting.prv import PRV
 
 STEP = dpa.PoissonSampledDpEvent(0.3, dpa.GaussianDpEvent(1.0))
 EVENTS = {

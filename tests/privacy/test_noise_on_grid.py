@@ -15,8 +15,8 @@ from scipy import stats
 from numpyro_dp import PrivacyBudget
 from numpyro_dp.core import MechanismState, Whole
 from numpyro_dp.privacy import noise
-from numpyro_dp.privacy.accounting import epsilon_spent
 from numpyro_dp.privacy.accounting.gdp import gaussian_log_delta
+from numpyro_dp.privacy.accounting.spent import epsilon_spent
 from numpyro_dp.privacy.keys import secret_key
 from numpyro_dp.privacy.noise import (
     MOST,
@@ -436,5 +436,5 @@ def test_a_huge_epsilon_leaves_the_distance_out_and_says_so():
 def test_other_keys_are_refused():
     with pytest.raises(TypeError, match="typed key"):
         discrete_gaussian(jax.random.PRNGKey(0), 3)
-    with pytest.raises(TypeError, match="vmap"):
+    with pytest.raises(ValueError, match="vmap"):
         discrete_gaussian(jax.random.split(secret_key(0)), 3)

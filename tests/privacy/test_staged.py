@@ -11,7 +11,7 @@ from scipy import stats
 
 from numpyro_dp.core import MechanismState
 from numpyro_dp.mechanisms import GaussianMechanism
-from numpyro_dp.privacy.accounting import epsilon_spent
+from numpyro_dp.privacy.accounting.spent import epsilon_spent
 from numpyro_dp.privacy.keys import secret_key
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.staged import StagedGaussian, asking

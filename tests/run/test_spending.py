@@ -13,7 +13,7 @@ from models import mean_of
 from numpyro.infer.autoguide import AutoDelta
 
 from numpyro_dp import PrivacyBudget
-from numpyro_dp.privacy.accounting import epsilon_spent
+from numpyro_dp.privacy.accounting.spent import epsilon_spent
 from numpyro_dp.privacy.plan import make_plan
 from numpyro_dp.samplers import FixedSize, FullBatch, Poisson
 

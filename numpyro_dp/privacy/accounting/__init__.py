@@ -1,39 +1,10 @@
 """Accountants: each gives an upper bound on the epsilon that an event spends.
 
-* :class:`Best`: The default. Takes the smallest upper bound of GDP, PLD and RDP.
-* :class:`GDP`: Full batches. Exact.
-* :class:`PLD`: Full and Poisson batches. Adds 0.05 % to epsilon, at any delta.
-* :class:`RDP`: Full batches, Poisson batches under ``add_or_remove_one``, and fixed-size batches
+* :class:`.Best`: The default. Takes the smallest upper bound of GDP, PLD and RDP.
+* :class:`.GDP`: Full batches. Exact.
+* :class:`.PLD`: Full and Poisson batches. Adds 0.05 % to epsilon, at any delta.
+* :class:`.RDP`: Full batches, Poisson batches under ``add_or_remove_one``, and fixed-size batches
   without replacement under ``replace_one``. Adds 3 to 15 % to epsilon.
-* :class:`PRV`: Full batches, and Poisson batches under ``add_or_remove_one``. Gives a lower and an
+* :class:`.PRV`: Full batches, and Poisson batches under ``add_or_remove_one``. Gives a lower and an
   upper bound, for comparison.
 """
-
-from numpyro_dp.privacy.accounting.bounds import (
-    Accountant,
-    EpsilonBound,
-    TotalVariationError,
-    UnreliableBoundError,
-    UnsupportedEventError,
-    describe_event,
-)
-from numpyro_dp.privacy.accounting.gdp import GDP
-from numpyro_dp.privacy.accounting.pld import PLD
-from numpyro_dp.privacy.accounting.prv import PRV
-from numpyro_dp.privacy.accounting.rdp import RDP
-from numpyro_dp.privacy.accounting.spent import Best, epsilon_spent
-
-__all__ = [
-    "GDP",
-    "PLD",
-    "PRV",
-    "RDP",
-    "Accountant",
-    "Best",
-    "EpsilonBound",
-    "TotalVariationError",
-    "UnreliableBoundError",
-    "UnsupportedEventError",
-    "describe_event",
-    "epsilon_spent",
-]

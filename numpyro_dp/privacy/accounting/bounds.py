@@ -131,10 +131,6 @@ class UnsupportedEventError(ValueError):
         ['PLD']
     """
 
-    event: dpa.DpEvent
-    relation: Relation
-    reasons: dict[str, str]
-
     def __init__(self, event: dpa.DpEvent, relation: Relation, reasons: dict[str, str]) -> None:
         """Keeps the arguments, from which a pickle is made."""
         super().__init__(event, relation, reasons)

@@ -91,7 +91,6 @@ class Best:
             UnsupportedEventError: If no accountant supports the event. It lists each reason.
             UnreliableBoundError: If some support it, but none can compute a reliable bound.
         """
-        check_relation(relation)
         best: EpsilonBound | None = None
         reasons: dict[str, str] = {}
         unreliable = False

@@ -21,7 +21,6 @@ of a batch changes the estimate little.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Hashable, Mapping
 from types import EllipsisType
@@ -89,9 +88,7 @@ def indicator_entry(group: Hashable) -> str:
     return f"below the clip norm of {'the rest' if group is ... else repr(group)} (released)"
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["norms"], meta_fields=["entries", "bounded"]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ClipNorm:
     """The norm of each group of entries that a mechanism clips together.
@@ -105,9 +102,9 @@ class ClipNorm:
         bounded: Whether all norms are finite.
     """
 
-    entries: tuple[Hashable, ...]
+    entries: tuple[Hashable, ...] = dataclasses.field(metadata={"static": True})
     norms: tuple[PyTree, ...]
-    bounded: bool = True
+    bounded: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @classmethod
     def of(cls, given: object) -> ClipNorm:
