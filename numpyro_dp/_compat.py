@@ -93,6 +93,7 @@ CUSTOM_BATCHING = "custom_vmap_call"
 # Classes of JAX that it does not document: a variable or a literal, and an operation of a program.
 Variable = Any
 Equation = Any
+ShapedArray = jax.core.ShapedArray  # shape and dtype of a variable
 
 
 class Program(NamedTuple):

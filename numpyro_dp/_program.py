@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import Array
-from jax.core import ShapedArray
-from jax.extend.core import Primitive
 from jax.typing import ArrayLike
 
 from numpyro_dp._compat import (
     CALLED,
     CALLS,
+    Primitive,
     Program,
+    ShapedArray,
     Variable,
     as_program,
     bind,

@@ -22,7 +22,7 @@ from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 from numpyro.distributions import biject_to
 
-from numpyro_dp.core import Args, Kwargs, NumPyroFn, PyTree, Sites, Values
+from numpyro_dp.core import Args, Kwargs, NumPyroFn, PyTree, Values
 from numpyro_dp.extend import Model, ModelStructure, Records, UnsupportedModelError
 from numpyro_dp.methods.ep.families import Family, Natural, product
 from numpyro_dp.methods.shared import checked_start
@@ -309,7 +309,7 @@ def make_problem(
     return EPProblem(model, latents, prior, shared, prior_at)
 
 
-def _draw(model: Model, shared: tuple[Array, ...], rng_key: Array) -> Sites:
+def _draw(model: Model, shared: tuple[Array, ...], rng_key: Array) -> dict[str, Any]:
     """The latent sites of a draw from the prior, on a placeholder for the records."""
     trace = model.draw_prior(shared, rng_key)
     return {name: trace[name] for name in model.structure.latents}
@@ -358,7 +358,7 @@ def _check_normal_prior(model: Model, latents: Latents, shared: tuple[Array, ...
 
 
 def _check_product_prior(
-    model: Model, families: Mapping[str, Family], draw: Sites, other: Sites
+    model: Model, families: Mapping[str, Family], draw: dict[str, Any], other: dict[str, Any]
 ) -> None:
     """Raises unless the priors are members of the families for all values of other latents."""
     if set(families) != set(draw):
