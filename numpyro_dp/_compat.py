@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ import jax.core
 import jax.extend.core
 import numpyro
 from jax import Array
+from jax.extend.core import Primitive as Primitive
 from jax.extend.random import define_prng_impl as define_prng_impl
 from jax.typing import ArrayLike
 from numpyro.distributions import MaskedDistribution
@@ -24,7 +26,9 @@ from numpyro.infer.autoguide import AutoGuide
 from numpyro.primitives import Messenger
 
 # JAX moved get_opaque_trace_state and its neighbours from jax.core to jax.extend.core.
-_core: Any = jax.extend.core if hasattr(jax.extend.core, "get_opaque_trace_state") else jax.core
+_core: ModuleType = (
+    jax.extend.core if hasattr(jax.extend.core, "get_opaque_trace_state") else jax.core
+)
 
 # Names of operations in a traced program. JAX documents none of them.
 CALLS = ("jit", "pjit", "closed_call", "core_call", "eval_jaxpr")  # call a program on their inputs
@@ -49,6 +53,7 @@ CUSTOM_BATCHING = "custom_vmap_call"
 # Classes of JAX that it does not document: a variable or a literal, and an operation of a program.
 Variable = Any
 Equation = Any
+ShapedArray = jax.core.ShapedArray  # shape and dtype of a variable
 
 
 class Program(NamedTuple):
@@ -86,7 +91,7 @@ def as_program(value: object) -> Program | None:
 
 
 def make_program(
-    fn: Callable[..., object], *args: Any, validated: bool = True
+    fn: Callable[..., object], *args: object, validated: bool = True
 ) -> tuple[Program, Any]:
     """Traces a function on arrays or their shapes.
 
@@ -120,12 +125,14 @@ def programs_in(found: object) -> Iterator[Program]:
             yield from programs_in(each)
 
 
-def literal(atom: Variable) -> tuple[Any, ...]:
+def literal(atom: Variable) -> tuple[ArrayLike, ...]:
     """Returns ``(value,)`` if an input of an operation is a literal, and ``()`` for a variable."""
     return (atom.val,) if isinstance(atom, jax.extend.core.Literal) else ()
 
 
-def bind(primitive: Any, params: Mapping[str, Any], values: Sequence[Any]) -> list[Array]:
+def bind(
+    primitive: Primitive, params: Mapping[str, object], values: Sequence[object]
+) -> list[Array]:
     """Evaluates an operation and returns the list of its results.
 
     Until jax 0.8, ``get_bind_params`` returned a list of functions next to the parameters.
@@ -162,12 +169,12 @@ def is_tracer(value: object) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
-def custom_vmap(fn: Callable[..., object]) -> Any:
+def custom_vmap(fn: Callable[..., object]) -> jax.custom_batching.custom_vmap:
     """A function with a custom rule under ``vmap``, which ``def_vmap`` sets."""
     return jax.custom_batching.custom_vmap(fn)
 
 
-def wrapped_model(model: object) -> Any:
+def wrapped_model(model: object) -> Callable[..., object] | None:
     """The model inside a handler, a partial application or a decorated function, or ``None``."""
     if isinstance(model, Messenger):
         return model.fn
@@ -201,7 +208,7 @@ def flat_latent(auto: AutoGuide) -> str:
     return f"_{auto.prefix}_latent"
 
 
-def latent_sites(auto: Any) -> list[str]:
+def latent_sites(auto: AutoGuide) -> list[str]:
     """The latent sites of an ``AutoNormal`` or ``AutoDelta`` guide that has been set up."""
     return list(auto._init_locs)
 

@@ -12,7 +12,9 @@ from jax.typing import ArrayLike
 from numpyro_dp._compat import (
     CALLED,
     CALLS,
+    Primitive,
     Program,
+    ShapedArray,
     Variable,
     as_program,
     bind,
@@ -43,7 +45,7 @@ class Op(NamedTuple):
     """
 
     # Numbers, not JAX's variables, which calls of one function share after they are inlined.
-    primitive: Any
+    primitive: Primitive
     params: dict[str, Any]
     inputs: tuple[Any, ...]
     outputs: tuple[int, ...]
@@ -64,7 +66,7 @@ class ScalarProgram(NamedTuple):
     point: tuple[int, ...]
     example: tuple[int, ...]
     output: Any
-    shapes: dict[int, Any]
+    shapes: dict[int, ShapedArray]
 
 
 class FlatProgram(NamedTuple):
@@ -80,11 +82,11 @@ class FlatProgram(NamedTuple):
     ops: tuple[Op, ...]
     inputs: tuple[int, ...]
     outputs: tuple[Operand, ...]
-    shapes: dict[int, Any]
+    shapes: dict[int, ShapedArray]
 
 
 def trace_scalar(
-    scalar: Callable[..., Array], point: Any, example: Any, calls: tuple[str, ...] = CALLS
+    scalar: Callable[..., Array], point: object, example: object, calls: tuple[str, ...] = CALLS
 ) -> ScalarProgram:
     """Returns the operations that compute a scalar, of arguments with these shapes.
 
@@ -108,7 +110,7 @@ def trace_scalar(
 def flat(program: Program, calls: tuple[str, ...] = CALLS) -> FlatProgram:
     """Returns a program as a list of operations, with the programs of ``calls`` inlined."""
     ops: list[Op] = []
-    shapes: dict[int, Any] = {}
+    shapes: dict[int, ShapedArray] = {}
 
     def fresh(variable: Variable) -> int:
         shapes[len(shapes)] = variable.aval

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 _ROW = 1024
+Tree = TypeVar("Tree")
 
 
 def is_key(leaf: object) -> bool:
@@ -17,7 +18,7 @@ def is_key(leaf: object) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def widen(tree: Any) -> Any:
+def widen(tree: Tree) -> Tree:
     """Casts the arrays to at least float32. Squares and sums then keep their digits."""
     return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), tree)
 
@@ -45,12 +46,12 @@ def column(numbers: Array, leaf: Array) -> Array:
     return numbers.reshape((-1,) + (1,) * (leaf.ndim - 1))
 
 
-def add(tree: Any, other: Any) -> Any:
+def add(tree: Tree, other: object) -> Tree:
     """Returns the sum of two trees, in the dtypes of the first."""
     return jax.tree.map(lambda x, y: x + y.astype(x.dtype), tree, other)
 
 
-def select(tree: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def select(tree: dict[str, Tree], names: Iterable[str]) -> dict[str, Tree]:
     """Returns the entries of a dict with the given names."""
     return {name: tree[name] for name in names}
 

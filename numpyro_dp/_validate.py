@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any
 
 import numpy as np
 
@@ -92,7 +91,7 @@ def check_callable(name: str, value: object) -> None:
         )
 
 
-def check_num_steps(num_steps: Any, most: int) -> int:
+def check_num_steps(num_steps: int, most: int) -> int:
     """Returns the number of steps. The error does not print an array: it may hold records."""
     if np.ndim(num_steps):
         raise TypeError(

@@ -30,7 +30,7 @@ import copy
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +41,11 @@ from scipy import optimize
 
 from numpyro_dp._lazy import stats
 from numpyro_dp._validate import check_int, check_num_steps, check_real
-from numpyro_dp.core import Batch, PyTree
+from numpyro_dp.core import Args, Batch, Kwargs, PyTree
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.records import Rows
 from numpyro_dp.privacy.keys import check_rng_key, secret_key
+from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.driver import Driver
 from numpyro_dp.run.session import Session
 from numpyro_dp.run.state import RunState, spent_by
@@ -89,11 +90,11 @@ class Audit(NamedTuple):
 
 
 def audit(
-    driver: Any,
+    driver: object,
     rng_key: Array,
     *args: PyTree,
     canary: int = -1,
-    neighbour: tuple[Any, ...] | None = None,
+    neighbour: Args | None = None,
     draws: int = 100_000,
     confidence: float = 0.95,
     **kwargs: PyTree,
@@ -158,7 +159,7 @@ def audit(
 
 
 def audit_run(
-    driver: Any,
+    driver: object,
     rng_key: Array,
     num_steps: int,
     *args: PyTree,
@@ -213,7 +214,7 @@ def audit_run(
     examples = jax.tree.map(lambda leaf: leaf[places], attack.rows.arrays)
     attack = attack.without(places[~coins])
 
-    def step(carry: tuple[Any, ...], _: Any) -> tuple[tuple[Any, ...], Array]:
+    def step(carry: tuple[RunState, Array], _: object) -> tuple[tuple[RunState, Array], Array]:
         state, scores = carry
         new, taken = attack.session._step(state, attack.rows)
         quiet = attack.released(state._replace(noise_multiplier=jnp.zeros(())))
@@ -263,10 +264,12 @@ class _Attack(NamedTuple):
     session: Session
     state: RunState
     rows: Rows
-    report: Any
+    report: PrivacyReport
 
     @classmethod
-    def of(cls, driver: Any, rng_key: Array, num_steps: int, args: Any, kwargs: Any) -> _Attack:
+    def of(
+        cls, driver: object, rng_key: Array, num_steps: int, args: Args, kwargs: Kwargs
+    ) -> _Attack:
         check_rng_key(rng_key)
         inner = getattr(driver, "_driver", driver)
         if not isinstance(inner, Driver):
@@ -293,7 +296,7 @@ class _Attack(NamedTuple):
         inside = np.ones(self.session.num_examples, bool)
         inside[places] = False
 
-        def draw(state: Any) -> tuple[Batch, Any]:
+        def draw(state: PyTree) -> tuple[Batch, PyTree]:
             batch, new = sampler.next(state)
             kept = jnp.asarray(inside)
             if batch.indices is not None:
@@ -335,7 +338,7 @@ def _distinguished(
     pooled = np.concatenate([without[:half], with_canary[:half]])
     thresholds = np.quantile(pooled, np.linspace(1e-4, 1 - 1e-4, 2001))
 
-    def bound(part: slice, at: Any) -> Any:
+    def bound(part: slice, at: np.ndarray) -> np.ndarray:
         number = len(without[part])
         above = number - np.searchsorted(np.sort(without[part]), at, side="right")
         below = np.searchsorted(np.sort(with_canary[part]), at, side="right")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -93,7 +94,7 @@ class Chains:
         kwargs: Kwargs,
         *,
         init_params: Values | None = None,
-        checkpoint: Any = None,
+        checkpoint: str | os.PathLike[str] | None = None,
         every: int | None = None,
         progress_bar: bool = True,
         check: Callable[[float, int], None] = lambda noise_multiplier, num_examples: None,

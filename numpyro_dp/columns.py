@@ -77,7 +77,7 @@ def summarize_columns(
     *,
     budget: PrivacyBudget,
     quantiles: Sequence[float] = (),
-    secret_key: Any = None,
+    secret_key: object = None,
 ) -> ColumnSummary:
     r"""Releases means, standard deviations and quantiles of columns by one noisy sum.
 
@@ -160,7 +160,9 @@ def _summary(
 class _Columns(Driver):
     """One noisy sum over all records. Its parameters are the released sums."""
 
-    def __init__(self, size: int, histogram: bool, budget: Any, secret_key: Any) -> None:
+    def __init__(
+        self, size: int, histogram: bool, budget: PrivacyBudget, secret_key: object
+    ) -> None:
         self.clip_norm = math.sqrt((3.25 if histogram else 2.25) * size)
         parts = {"count": (size,), "first": (size,), "second": (size,)}
         parts |= {"bins": (size, _BINS)} if histogram else {}

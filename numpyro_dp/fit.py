@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import Any
 
 import optax
 from jax import Array
@@ -27,7 +27,7 @@ _STEPS, _BATCH, _CLIP = 2000, 1000, 1.0
 
 
 def fit(
-    model: Callable[..., Any],
+    model: Callable[..., object],
     *args: PyTree,
     epsilon: float | None = None,
     delta: float | None = None,
@@ -35,7 +35,7 @@ def fit(
     rng_key: Array,
     public: PyTree = (),
     progress_bar: bool = True,
-    checkpoint: Any = None,
+    checkpoint: str | os.PathLike[str] | None = None,
     max_rows_per_unit: int | None = None,
     **kwargs: PyTree,
 ) -> Posterior:

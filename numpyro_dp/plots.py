@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,20 +19,23 @@ from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.summary import entry_name, interval
 from numpyro_dp.privacy.statement import true_positive_rates
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 __all__ = ["attack", "forest", "utility"]
 
 _MOST = 60  # entries in one plot
 
 
 def forest(
-    found: Mapping[str, Any],
+    found: Mapping[str, object],
     site: str,
     *,
     prob: float = 0.9,
     labels: Sequence[str] | None = None,
     entries: Sequence[int] | None = None,
-    ax: Any = None,
-) -> Any:
+    ax: Axes | None = None,
+) -> Axes:
     """Draws means and intervals of one site, for several posteriors side by side.
 
     Args:
@@ -94,8 +97,8 @@ def forest(
 
 
 def utility(
-    runs: Any, score: str, *, x: str = "epsilon", by: str | None = None, ax: Any = None
-) -> Any:
+    runs: Any, score: str, *, x: str = "epsilon", by: str | None = None, ax: Axes | None = None
+) -> Axes:
     """Draws the mean of a score at each budget, with standard errors over runs.
 
     Args:
@@ -145,7 +148,7 @@ def utility(
     return ax
 
 
-def attack(privacy: Any, *, ax: Any = None) -> Any:
+def attack(privacy: Any, *, ax: Axes | None = None) -> Axes:
     """Draws what epsilon means: how well anybody can find out whether a record was in the data.
 
     Args:
@@ -180,7 +183,7 @@ def attack(privacy: Any, *, ax: Any = None) -> Any:
     return ax
 
 
-def _axes_of(ax: Any, size: tuple[float, float]) -> Any:
+def _axes_of(ax: Axes | None, size: tuple[float, float]) -> Axes:
     """Returns ``ax``, or the axes of a new figure of this size in inches."""
     if ax is not None:
         return ax

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +11,9 @@ from jax import Array
 
 from numpyro_dp.core import Values
 from numpyro_dp.extend import check_real
+
+#: A number, or a function of the step number (a JAX array).
+Rate = float | Callable[[Array], Array]
 
 
 class SensitiveEPResult(NamedTuple):
@@ -81,7 +84,7 @@ def check_probs(value: object, number: int | None = None) -> np.ndarray:
     return probs
 
 
-def schedule(name: str, rate: Any) -> Callable[[Array], Array]:
+def schedule(name: str, rate: Rate) -> Callable[[Array], Array]:
     """Returns a rate as a function of the step number into [0, 1].
 
     Args:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -160,7 +159,7 @@ def _values(trace: Sites, latents: tuple[str, ...] = ()) -> tuple[ArrayLike, ...
     return tuple(found)
 
 
-def _is_numeric(value: Any) -> bool:
+def _is_numeric(value: object) -> bool:
     if is_key(value):
         return True
     try:

@@ -142,7 +142,7 @@ class Frontend(NamedTuple):
     given: GivenModel
     svi: SVI
 
-    def constrain(self, params: dict[str, Any]) -> dict[str, Any]:
+    def constrain(self, params: Values) -> Values:
         """Returns parameters in the form that is published, after a call of :meth:`prepare`."""
         if self.svi.constrain_fn is None:
             raise ValueError(

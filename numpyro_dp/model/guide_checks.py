@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -320,7 +319,7 @@ def check_first_values(
         public.check(what, values, no_new=_PUBLISHED if own else "")
 
 
-def _check_values(init_loc_fn: Any) -> None:
+def _check_values(init_loc_fn: Callable[..., object]) -> None:
     """Raises for a list in ``init_to_value``: NumPyro passes it to the model as it is."""
     values = init_loc_fn.keywords.get("values") if hasattr(init_loc_fn, "keywords") else None
     for name, value in values.items() if isinstance(values, Mapping) else ():

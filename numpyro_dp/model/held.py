@@ -146,7 +146,7 @@ def written_by_jax() -> Written:
     return Written(frozenset().union(*map(numbers_in_program, programs)), tuple(tables))
 
 
-def _number(value: Any) -> float:
+def _number(value: ArrayLike) -> float:
     """A literal as a number. All values that are not finite count as one number."""
     number = complex(value).real
     return number if np.isfinite(number) else np.inf

@@ -234,10 +234,10 @@ def _mark(op: Op, found: dict[int, Any], marks: dict[int, Array]) -> Array:
     return functools.reduce(jnp.logical_or, own)
 
 
-def _with_marks(params: dict[str, Any]) -> dict[str, Any]:
+def _with_marks(params: dict[str, object]) -> dict[str, object]:
     """The parameters of a loop or a branch, whose programs run by :func:`_marked`."""
 
-    def marked(value: Any) -> Any:
+    def marked(value: object) -> object:
         if isinstance(value, tuple):
             return tuple(marked(each) for each in value)
         program = as_program(value)

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 from numpyro import handlers
 
-from numpyro_dp.core import Args, Arrays, Kwargs, NumPyroFn, PyTree, Sites
+from numpyro_dp.core import Args, Arrays, Kwargs, NumPyroFn, PyTree, Sites, Values
 from numpyro_dp.model.held import is_array
 from numpyro_dp.model.public import (
     Declared,
@@ -134,7 +134,7 @@ class Layout(NamedTuple):
         return normal, ones
 
 
-def has_finite_signal(problem: Any, signal: Callable[..., Any], params: dict[str, Any]) -> bool:
+def has_finite_signal(problem: Any, signal: Callable[..., PyTree], params: Values) -> bool:
     """Whether any invented record has a finite signal."""
     normal, ones = problem.records.layout.invented_records()
     # Most sites support 1. Halves serve sites on proportions, and identities those on matrices.

@@ -70,7 +70,7 @@ class Grouped:
 
     shape: tuple[int, ...]
 
-    def __init__(self, array: Any, units: Units) -> None:
+    def __init__(self, array: np.ndarray | Array | None, units: Units) -> None:
         self._array, self._units = array, units
         self.shape = units.shape if array is None else (*units.shape, *np.shape(array)[1:])
         self.dtype: np.dtype = np.dtype(np.float32) if array is None else array.dtype

@@ -200,8 +200,8 @@ def findings_of_path(distance: float, width: float, of_prior: float) -> list[Fin
     if not math.isfinite(distance):
         return [Finding("convergence", True, (
             "The run left no finite scores at two different points, so this is the prior. If the "
-            "loss is not finite, take smaller steps. If it is, take more of them: one or two do not "
-            "tell how sure the scores are."
+            "loss is not finite, take smaller steps. If it is, take more of them: one or two do "
+            "not tell how sure the scores are."
         ))]  # fmt: skip
     found = []
     if distance >= 1:

@@ -35,7 +35,7 @@ FORMAT: dict[str, str | int] = {"format": "numpyro_dp posterior", "version": 1}
 
 
 def write_file(
-    path: str | os.PathLike[str], about: dict[str, Any], arrays: dict[str, np.ndarray]
+    path: str | os.PathLike[str], about: dict[str, object], arrays: dict[str, np.ndarray]
 ) -> None:
     """Writes text and arrays. An existing file is replaced as a whole, or stays."""
     about = FORMAT | about
@@ -66,7 +66,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, n
     return about, arrays
 
 
-def _hash_of(about: dict[str, Any], arrays: dict[str, np.ndarray]) -> str:
+def _hash_of(about: dict[str, object], arrays: dict[str, np.ndarray]) -> str:
     kinds = {name: [x.dtype.name, x.shape] for name, x in sorted(arrays.items())}
     found = hashlib.sha256(json.dumps([about, kinds], sort_keys=True, allow_nan=False).encode())
     for name in kinds:

@@ -31,7 +31,7 @@ from jax.sharding import Mesh
 
 from numpyro_dp._tree import is_key
 from numpyro_dp._validate import check_int
-from numpyro_dp.core import PyTree, Values
+from numpyro_dp.core import Args, PyTree, Values
 from numpyro_dp.model.held import held_by_program
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.statement import version_of
@@ -79,8 +79,8 @@ class Checkpoint:
         self,
         folder: str | os.PathLike[str],
         every: int | None,
-        meaning: dict[str, Any],
-        records: tuple[Any, ...],
+        meaning: dict[str, object],
+        records: Args,
         mesh: Mesh | None = None,
     ) -> None:
         self.every, self._meaning = every, json.loads(json.dumps(meaning))
@@ -211,7 +211,7 @@ def _filled(progress: PyTree, content: bytes) -> PyTree:
     """Returns a tree of arrays like the leaves of ``progress``, with the values of stored bytes."""
     first = 0
 
-    def one(leaf: PyTree) -> Any:
+    def one(leaf: PyTree) -> np.ndarray | Array:
         nonlocal first
         like = _data(leaf)
         # A copy, because bytes are read-only and a sweep writes into these arrays.
@@ -273,7 +273,7 @@ def started(
         yield progress, reports
 
 
-def check_every(every: object, checkpoint: Any) -> None:
+def check_every(every: object, checkpoint: object) -> None:
     """Raises unless ``every`` is ``None``, or an integer >= 1 beside a checkpoint."""
     if every is None:
         return
@@ -282,7 +282,7 @@ def check_every(every: object, checkpoint: Any) -> None:
         raise ValueError("every= says how often a checkpoint is written. Pass checkpoint= too.")
 
 
-def without_own_run(settings: RunSettings, folder: Any) -> RunSettings:
+def without_own_run(settings: RunSettings, folder: str | os.PathLike[str] | None) -> RunSettings:
     """Returns settings whose budget does not count the run of a folder as an earlier run.
 
     A budget for what is left of a ledger counts all runs in it. If a call continues a run, the
@@ -305,15 +305,15 @@ def without_own_run(settings: RunSettings, folder: Any) -> RunSettings:
 
 
 def checkpoint_of(
-    folder: Any,
+    folder: str | os.PathLike[str] | None,
     every: int | None,
     driver: str,
     settings: RunSettings,
     reports: Sequence[PrivacyReport],
     rng_key: Array,
     program: Callable[[], str],
-    records: tuple[Any, ...],
-    **own: Any,
+    records: Args,
+    **own: object,
 ) -> Checkpoint | None:
     """Returns the checkpoint of a run, or ``None`` without a folder.
 
@@ -345,7 +345,7 @@ def checkpoint_of(
     return Checkpoint(folder, every, meaning, records, mesh)
 
 
-def traced(run: Callable[..., PyTree], arguments: Any, public: PyTree) -> tuple[str, PyTree]:
+def traced(run: Callable[..., PyTree], arguments: Args, public: PyTree) -> tuple[str, PyTree]:
     """Returns a hash of a function and its public values, and the shapes of its result.
 
     Of ``arguments`` only the shapes matter, of ``public`` also the values. The hash covers the
@@ -359,9 +359,7 @@ def traced(run: Callable[..., PyTree], arguments: Any, public: PyTree) -> tuple[
     return found.hexdigest(), like
 
 
-def hash_of(
-    arrays: tuple[Any, ...], salt: str, mesh: Mesh | None = None, most: int | None = None
-) -> str:
+def hash_of(arrays: Args, salt: str, mesh: Mesh | None = None, most: int | None = None) -> str:
     """Returns a keyed hash of arrays, in the dtypes of JAX. It reads large arrays part by part.
 
     Processes of a mesh hash the rows that each holds. All get the hash of these hashes. With
@@ -396,7 +394,7 @@ def _parts_here(array: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def locked(folder: Any) -> Iterator[pathlib.Path]:
+def locked(folder: object) -> Iterator[pathlib.Path]:
     """Makes a folder for its owner alone, and keeps other processes out of it.
 
     Raises:

@@ -7,6 +7,8 @@ import copy
 import dataclasses
 import functools
 import inspect
+import os
+from collections.abc import Callable, Hashable
 from typing import Any, ClassVar, Self
 
 import jax
@@ -83,7 +85,7 @@ class Driver(abc.ABC):
                 "DPSVI."
             )
         self.method, self.settings = method, settings
-        self._sessions: dict[Any, Session] = {}
+        self._sessions: dict[Hashable, Session] = {}
 
     @property
     def max_rows(self) -> int | None:
@@ -237,7 +239,7 @@ class Driver(abc.ABC):
         trace_size: int | None = None,
         fold: Fold | None = None,
         stream: bool = False,
-        checkpoint: Any = None,
+        checkpoint: str | os.PathLike[str] | None = None,
         every: int | None = None,
         **kwargs: PyTree,
     ) -> RunResult:
@@ -379,7 +381,7 @@ class Driver(abc.ABC):
         init_params: Values | None = None,
         trace_size: int | None = None,
         chunk_size: int | None = None,
-        checkpoint: Any = None,
+        checkpoint: str | os.PathLike[str] | None = None,
         **kwargs: PyTree,
     ) -> SweepResult:
         """Runs seeds x learning rates x budgets x clip norms at once, in one compiled call.
@@ -542,7 +544,7 @@ class Driver(abc.ABC):
         return self._sessions[key]
 
 
-def _check_estimator(estimator: Any) -> None:
+def _check_estimator(estimator: Callable[..., object]) -> None:
     """Raises TypeError unless a builder of an estimator can be called with a problem."""
     builds = not isinstance(estimator, type)
     try:

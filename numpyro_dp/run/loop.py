@@ -19,7 +19,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple, SupportsInt
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +100,7 @@ class Progress(NamedTuple):
 
     carry: PyTree
     buffer: PyTree
-    done: Any
+    done: SupportsInt
 
 
 def build_loop(
@@ -122,17 +123,17 @@ def build_loop(
     """
 
     def loop(
-        carry: Any, buffer: PyTree, rows: Rows, first: Array, count: Array, stride: Array
-    ) -> tuple[Any, PyTree]:
+        carry: PyTree, buffer: PyTree, rows: Rows, first: Array, count: Array, stride: Array
+    ) -> tuple[PyTree, PyTree]:
         # Before the loop: XLA does not always move what is constant out of a loop.
         rows = measure(carry.state, rows)
 
-        def one_step(_: Array, before: tuple[Any, Array]) -> tuple[Any, Array]:
+        def one_step(_: Array, before: tuple[PyTree, Array]) -> tuple[PyTree, Array]:
             carry, total = before
             carry, value = step(carry, rows)
             return carry, total + value.astype(total.dtype)
 
-        def one_slot(slot: Array, before: tuple[Any, PyTree]) -> tuple[Any, PyTree]:
+        def one_slot(slot: Array, before: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
             carry, buffer = before
             # The mean value of a slot, which is a loss only if the run releases it.
             zero = jnp.zeros((), jnp.float32)
@@ -201,7 +202,7 @@ def _stop_at_interrupt() -> Iterator[Callable[[], bool]]:
         yield lambda: False  # a program that has its own handler keeps it
         return
 
-    def press(number: int, frame: Any) -> None:
+    def press(number: int, frame: FrameType | None) -> None:
         if pressed:
             signal.default_int_handler(number, frame)
         pressed.append(True)
@@ -351,13 +352,13 @@ def streamed(
     counts = [count * steps for call in calls for _, count, steps in _parts(length, *call)]
     chunks = _fetch(draw, state, host, counts)
 
-    def with_batches(carry: Any, state: PyTree) -> Any:
+    def with_batches(carry: PyTree, state: PyTree) -> PyTree:
         return carry._replace(state=carry.state._replace(sampler_state=state))
 
     def streaming(
-        carry: Any, buffer: PyTree, _: HostRows, first: Any, count: Any, stride: Any
-    ) -> tuple[Any, PyTree]:
-        means: dict[int, Any] = {}  # mean value of each slot that several chunks fill
+        carry: PyTree, buffer: PyTree, _: HostRows, first: Array, count: Array, stride: Array
+    ) -> tuple[PyTree, PyTree]:
+        means: dict[int, Array] = {}  # mean value of each slot that several chunks fill
         for slot, number, steps in _parts(length, int(first), int(count), int(stride)):
             arrays, batches, after = next(chunks)
             numbers = (jnp.asarray(n, jnp.int32) for n in (slot, number, steps))
@@ -402,14 +403,14 @@ def drawn_size(sampler: Sampler, state: PyTree) -> int:
 
 
 def _fetch(
-    draw: Callable[..., Any], state: PyTree, host: HostRows, counts: list[int]
-) -> Iterator[tuple[Any, ...]]:
+    draw: Callable[..., PyTree], state: PyTree, host: HostRows, counts: list[int]
+) -> Iterator[tuple[PyTree, ...]]:
     """Yields chunks of ``counts`` steps, and fetches the next chunk meanwhile.
 
     A chunk has rows, a state for :func:`fetched_batch`, and the sampler's state after its steps.
     """
 
-    def prepare(state: PyTree, count: int) -> tuple[Any, ...]:
+    def prepare(state: PyTree, count: int) -> tuple[PyTree, ...]:
         rows, mask, after = draw(state, count)
         taken = host.take(np.asarray(rows)[:count].ravel(), rows.size)
         return taken, (jnp.zeros((), jnp.int32), mask), after

@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
-from numpyro_dp.core import Observation, Values
+from numpyro_dp.core import Observation, PyTree, Values
 from numpyro_dp.privacy.plan import Plan, PrivacyReport
 from numpyro_dp.run.state import SensitiveState
 
@@ -36,7 +36,7 @@ class Trace(NamedTuple):
 
     steps: Int[np.ndarray, " kept"]
     params: Values
-    clip_norm: Any = None
+    clip_norm: PyTree = None
 
     def __repr__(self) -> str:
         """Shows the size, not the values."""
@@ -97,7 +97,7 @@ class RunResult(_RunResult):
 
     trace: Trace
     privacy: PrivacyReport
-    folded: Any
+    folded: PyTree
     scores: ScoreSums | None
     _make_posterior: Callable[..., Any] | None
     _posterior: Any
@@ -109,7 +109,7 @@ class RunResult(_RunResult):
         losses: PrivateLosses | None,
         trace: Trace,
         privacy: PrivacyReport,
-        folded: Any = None,
+        folded: PyTree = None,
         make_posterior: Callable[..., Any] | None = None,
         scores: ScoreSums | None = None,
     ) -> RunResult:
@@ -161,7 +161,7 @@ class RunResult(_RunResult):
         posterior.released = released | ({} if self.folded is None else {"folded": self.folded})
         return posterior
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Leaves out the state, which is sensitive, and the model, which pickle may not support.
 
         To keep the state, pickle ``result.state`` by itself.
@@ -174,7 +174,7 @@ class RunResult(_RunResult):
         rest = self.trace, self.privacy, self.folded, self._make_posterior, self.scores
         return RunResult(*self, *rest)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> RunResult:
+    def __deepcopy__(self, memo: dict[int, object]) -> RunResult:
         """A copy in this process has the same state."""
         rest = copy.deepcopy((self.losses, self.trace, self.privacy, self.folded), memo)
         params = copy.deepcopy(self.params, memo)

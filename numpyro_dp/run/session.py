@@ -145,7 +145,7 @@ class Session:
         # the host.
         self._update = jax.jit(self._guarded_step)
         # One per fold.update, so that runs with the same fold share a compilation.
-        self._folding_loops: dict[Callable[..., PyTree] | None, Callable[..., Any]] = {}
+        self._folding_loops: dict[Callable[..., PyTree] | None, Callable[..., PyTree]] = {}
         alone = self._loop_for(None)
         self._loop_many = jax.jit(jax.vmap(alone, in_axes=(0, 0, None, None, None, None)))
         self._streams: dict[int, Session] = {}  # sessions for streamed batches, by batch size
@@ -333,7 +333,7 @@ class Session:
 
     def run_many(
         self, rows: Rows, begun: tuple[Course, Progress], kept: Checkpoint | None = None
-    ) -> tuple[PyTree, PyTree, Any, Array]:
+    ) -> tuple[PyTree, PyTree, PyTree, Array]:
         """Runs many states in lockstep.
 
         Returns:
@@ -381,11 +381,11 @@ class Session:
         arrays, shared, _ = self.problem.records.layout.rows(args, kwargs)
         return HostRows(arrays, shared, self.num_examples, self.problem.numbered)
 
-    def records(self, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
+    def records(self, args: Args, kwargs: Kwargs) -> Args:
         """Returns all arrays of records, as they were passed."""
         return self.problem.records.layout.rows(args, kwargs).arrays
 
-    def seal(self, records: tuple[Any, ...], salt: str | None = None) -> tuple[str, str] | None:
+    def seal(self, records: Args, salt: str | None = None) -> tuple[str, str] | None:
         """Returns a salt and a keyed hash of the records, or of some rows of large arrays.
 
         ``None`` if processes share them.
@@ -408,7 +408,7 @@ class Session:
     def _params(self, state: RunState) -> PyTree:
         return self.method.optim.get_params(state.optim_state)
 
-    def _loop_for(self, fold: Fold | None) -> Callable[..., Any]:
+    def _loop_for(self, fold: Fold | None) -> Callable[..., PyTree]:
         """Returns a loop that also updates sums of scores, and a fold if there is one."""
         update = fold and fold.update  # not the fold: folds with the same update share the loop
 

@@ -12,7 +12,16 @@ from jax import Array
 from jax.sharding import AxisType, Mesh
 
 from numpyro_dp._validate import check_callable, check_int, check_real
-from numpyro_dp.core import Estimator, Mechanism, MechanismBuilder, Problem, PyTree, Sampler
+from numpyro_dp.core import (
+    Estimator,
+    Kwargs,
+    Mechanism,
+    MechanismBuilder,
+    NumPyroFn,
+    Problem,
+    PyTree,
+    Sampler,
+)
 from numpyro_dp.model.frontend import GivenModel
 from numpyro_dp.model.public import declare
 from numpyro_dp.privacy.accounting.bounds import Accountant
@@ -46,11 +55,11 @@ class Method(NamedTuple):
         ''
     """
 
-    estimator: Callable[[Any], Estimator]
+    estimator: Callable[..., Estimator]
     optim: Any
-    values: tuple[Any, ...] = ()
+    values: tuple[object, ...] = ()
     independent_noise: str = ""
-    public_loss: Callable[[Any, PyTree, Array], Array] | None = None
+    public_loss: Callable[..., Array] | None = None
 
     def estimator_of(self, problem: Problem) -> Estimator:
         """Builds the estimator, or raises TypeError."""
@@ -137,7 +146,7 @@ class Privacy:
                 "has new noise. Pass the secret_key of the run to repeat."
             )
 
-    def given_model(self, model: Callable[..., Any], static: dict[str, Any]) -> GivenModel:
+    def given_model(self, model: NumPyroFn, static: Kwargs) -> GivenModel:
         """Returns a model with its static keywords, and what of it is public."""
         ours = (own.name for each in (Privacy, Execution, RunSettings) for own in fields(each))
         if misplaced := sorted(set(static) & set(ours)):
@@ -259,7 +268,7 @@ def without(privacy: Privacy, driver: str, *names: str) -> Privacy:
     return privacy
 
 
-def _check_kinds(privacy: Any, execution: Any) -> None:
+def _check_kinds(privacy: object, execution: object) -> None:
     if not isinstance(privacy, Privacy):
         raise TypeError(
             f"Expected privacy=Privacy(...), got {privacy!r}. Pass a PrivacyBudget as budget=."
@@ -268,7 +277,7 @@ def _check_kinds(privacy: Any, execution: Any) -> None:
         raise TypeError(f"Expected execution=Execution(...), got {execution!r}.")
 
 
-def _check_budget(budget: Any, noise_multiplier: Any, clip_norm: ClipNorm) -> None:
+def _check_budget(budget: object, noise_multiplier: float | None, clip_norm: ClipNorm) -> None:
     """Raises if budget, noise and clip norm do not fit together."""
     if budget is None and noise_multiplier is None:
         raise ValueError(
@@ -314,7 +323,7 @@ def _check_mechanism(builder: Any, clip_norm: ClipNorm) -> None:
         )
 
 
-def _mesh(mesh: Any) -> Mesh:
+def _mesh(mesh: object) -> Mesh:
     """Returns a mesh of the same devices whose axes the compiler may use, or raises."""
     if isinstance(mesh, Mesh):
         present = {device.process_index for device in mesh.devices.flat}
@@ -330,7 +339,7 @@ def _mesh(mesh: Any) -> Mesh:
     )
 
 
-def _check_loss_release(release: Any) -> None:
+def _check_loss_release(release: object) -> None:
     if not isinstance(release, LossRelease):
         raise TypeError(f"Expected loss_release=LossRelease(clip, share), got {release!r}.")
     for name, high, remedy in (

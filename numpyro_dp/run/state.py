@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_dp.core import MechanismBuilder, MechanismState, PyTree
+from numpyro_dp.core import MechanismBuilder, MechanismState, PyTree, Sampler, Values
 from numpyro_dp.model.public import PublicArray
 from numpyro_dp.privacy import once
-from numpyro_dp.privacy.budget import unit_name
+from numpyro_dp.privacy.budget import PrivacyBudget, unit_name
 from numpyro_dp.privacy.keys import (
     agreed,
     joined,
@@ -32,6 +32,7 @@ from numpyro_dp.privacy.keys import (
 )
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 from numpyro_dp.privacy.mechanism.gaussian import build_mechanism
+from numpyro_dp.privacy.mechanism.loss import LossRelease
 from numpyro_dp.privacy.plan import BudgetError, Plan, PrivacyReport, make_plan
 from numpyro_dp.run.settings import RunSettings
 from numpyro_dp.sums.devices import copied, from_first
@@ -59,14 +60,14 @@ class RunIdentity:
     """
 
     num_examples: int
-    sampler: Any
+    sampler: Sampler
     clip_norm: ClipNorm
     mechanism: MechanismBuilder
-    loss_release: Any
-    budget: Any
+    loss_release: LossRelease | None
+    budget: PrivacyBudget | None
     reproducible: bool
     repetition: bool
-    method: tuple[Any, ...]
+    method: tuple[object, ...]
     data_plate: str
     public: tuple[PublicArray, ...]
     ledger: str
@@ -104,7 +105,7 @@ class RunState(NamedTuple):
         """Shows no key."""
         return "RunState(<holds the keys of noise, batches and draws to come: never publish it>)"
 
-    def with_new_keys(self, renew: Any = renewed) -> RunState:
+    def with_new_keys(self, renew: Callable[[PyTree], PyTree] = renewed) -> RunState:
         """Returns the state with new keys for later noise and batches.
 
         Args:
@@ -144,13 +145,17 @@ class SensitiveState:
     __slots__ = "identity", "nonce", "opened", "records"
 
     opened: RunState
-    nonce: Any
+    nonce: object
     identity: RunIdentity
-    records: Any
+    records: tuple[str, str] | None
     mutable_state = None
 
     def __init__(
-        self, state: RunState, nonce: Any, identity: RunIdentity, records: Any = None
+        self,
+        state: RunState,
+        nonce: object,
+        identity: RunIdentity,
+        records: tuple[str, str] | None = None,
     ) -> None:
         self.opened, self.nonce, self.identity, self.records = state, nonce, identity, records
 
@@ -184,17 +189,21 @@ class SensitiveState:
         """Shows no key."""
         return f"Sensitive{self.opened!r}".replace("RunState", "State")
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Makes copies that share no noise with this state."""
         return _copy, (self.opened, self.nonce, self.identity, self.records)
 
 
-def _copy(state: RunState, nonce: Any, identity: RunIdentity, records: Any) -> SensitiveState:
+def _copy(
+    state: RunState, nonce: object, identity: RunIdentity, records: tuple[str, str] | None
+) -> SensitiveState:
     state = state if identity.repetition else state.with_new_keys()
     return SensitiveState(state, nonce, identity, records)
 
 
-def _flattened(state: SensitiveState) -> tuple[tuple[Any, ...], Any]:
+def _flattened(
+    state: SensitiveState,
+) -> tuple[tuple[tuple[object, object], ...], RunIdentity]:
     # JAX flattens a state whenever it enters a function, so this is where it gets new bits.
     nonce = next_nonce(state.opened.secret_key, state.nonce)
     names = map(jax.tree_util.GetAttrKey, (*RunState._fields, "nonce"))
@@ -210,7 +219,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def check_state(state: Any) -> SensitiveState:
+def check_state(state: object) -> SensitiveState:
     """Returns the state, or raises TypeError unless this package created it."""
     if state is None:
         raise TypeError(
@@ -257,7 +266,7 @@ def plan_for(settings: RunSettings, num_examples: int, num_steps: int | None) ->
 
 def noise_fields(
     settings: RunSettings, secret: Array, plan: Plan, mechanism_state: MechanismState
-) -> dict[str, Any]:
+) -> Values:
     """Returns the fields of a state that decide its noise and its batches."""
     noise_key, batch_key = keys_of_run(secret, plan.earlier)
     # A given key must reproduce the run, and several processes must agree on the noise.

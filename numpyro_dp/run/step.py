@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from numpyro_dp._compat import make_program, takes_value
 from numpyro_dp._tree import filled, widen
-from numpyro_dp.core import Batch, Estimator, Mechanism, MechanismState, PyTree, Released
+from numpyro_dp.core import Arrays, Batch, Estimator, Mechanism, MechanismState, PyTree, Released
 from numpyro_dp.model.dependence import loops_by_inputs
 from numpyro_dp.model.records import Rows
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
@@ -109,7 +109,7 @@ def build_whole_step(private: PrivateParts) -> Callable[[RunState, HostRows], Ru
     mesh, few = private.execution.mesh, private.execution.microbatch_size
 
     @functools.partial(jax.jit, static_argnums=4)
-    def part(state: RunState, shared: Any, arrays: Any, start: Array, count: int) -> PyTree:
+    def part(state: RunState, shared: Arrays, arrays: Arrays, start: Array, count: int) -> PyTree:
         size = arrays[0].shape[0]
         if private.numbered:
             # Padded, because a slice beyond the end would be moved back to other records' seeds.
@@ -127,7 +127,7 @@ def build_whole_step(private: PrivateParts) -> Callable[[RunState, HostRows], Ru
         return on_devices(on_part, mesh)((state, shared), arrays, mask)
 
     @functools.partial(jax.jit, static_argnums=4)
-    def end(state: RunState, shared: Any, sums: PyTree, arrays: Any, count: int) -> RunState:
+    def end(state: RunState, shared: Arrays, sums: PyTree, arrays: Arrays, count: int) -> RunState:
         # `arrays` is one row, for its shapes: nothing reads its values.
         examples = (*arrays, jnp.zeros(1, jnp.uint32)) if private.numbered else arrays
         # The state is the one that all parts had, so `prepare` makes the same draw again.
@@ -285,7 +285,7 @@ def check_step(
     return shapes, timed
 
 
-def _is_ours(value: Any) -> bool:
+def _is_ours(value: object) -> bool:
     return type(value).__module__.startswith("numpyro_dp.")
 
 
@@ -293,7 +293,7 @@ def _check_captured(public: PyTree, settings: RunSettings, shapes: PyTree) -> No
     """Raises if a mechanism from outside this package captured arrays that may be records."""
     names = filled(shapes)
 
-    def one_call(noise: Array, norm: ClipNorm, total: PyTree, squares: Any) -> Any:
+    def one_call(noise: Array, norm: ClipNorm, total: PyTree, squares: Arrays) -> PyTree:
         found = settings.privacy.mechanism(norm, noise)
         state = MechanismState(norm, found.init(shapes))
         noisy, _ = found.privatise(jax.random.key(0), total, state)

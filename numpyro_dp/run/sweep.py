@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsInt
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import optax
 from jax import Array
 
 from numpyro_dp._validate import check_real
-from numpyro_dp.core import PyTree, Values
+from numpyro_dp.core import Args, PyTree, Values
 from numpyro_dp.model.records import Rows
 from numpyro_dp.privacy.keys import as_secret_key
 from numpyro_dp.privacy.mechanism.clip_norm import AdaptiveClip, ClipNorm
@@ -75,7 +75,7 @@ class SweepResult(NamedTuple):
         trace = Trace(self.trace.steps, *pick(self.trace[1:]))
         return SweepRun(pick(self.params), trace, losses, self.privacy[index])
 
-    def to_frame(self, **scores: Any) -> Any:
+    def to_frame(self, **scores: object) -> Any:
         """Returns a pandas data frame with one row for each run.
 
         Args:
@@ -97,7 +97,7 @@ class SweepResult(NamedTuple):
                 "to_frame needs pandas, which is not installed. Run pip install pandas, or read "
                 "labels and params."
             ) from error
-        columns: dict[str, Any] = dict(self.labels)
+        columns: dict[str, np.ndarray] = dict(self.labels)
         columns["epsilon_spent"] = np.array([report.epsilon for report in self.privacy])
         columns["delta"] = np.array([report.delta for report in self.privacy])
         runs = [self.one(index) for index in range(len(self.privacy))]
@@ -137,7 +137,7 @@ class SweepProgress(NamedTuple):
     """
 
     secret: np.ndarray
-    done: Any
+    done: SupportsInt
     found: PyTree
 
 
@@ -147,14 +147,14 @@ def run_sweep(
     starts: list[SensitiveState],
     session: Session,
     rows: Rows,
-    records: tuple[Any, ...],
+    records: Args,
     *,
     rng_keys: Array,
     num_steps: int,
     rates: Any,
     trace_size: int | None,
     chunk_size: int | None,
-    checkpoint: Any,
+    checkpoint: str | os.PathLike[str] | None,
 ) -> SweepResult:
     """Plans all combinations before it reads a record, then runs them.
 
@@ -297,7 +297,7 @@ def combinations(
     Raises:
         ValueError: If the arguments contradict each other or the driver.
     """
-    noises: list[dict[str, Any]] = [{}]
+    noises: list[dict[str, object]] = [{}]
     if epsilon is not None and noise_multiplier is not None:
         raise ValueError(
             "Expected epsilon or noise_multiplier, got both. The budget sets the noise. Drop one."

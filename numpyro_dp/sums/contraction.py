@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_dp._compat import MOVES
+from numpyro_dp._compat import MOVES, ShapedArray
 from numpyro_dp._program import (
     Constant,
     Op,
@@ -76,7 +76,7 @@ class Contraction(NamedTuple):
     record: Callable[[Sequence[Array]], Array]
     derived: bool
     outer: bool
-    struct: Any
+    struct: ShapedArray
     gradient: Callable[[Array, Array, Array], Array] | None = None
 
 

@@ -255,7 +255,7 @@ class _Cut(NamedTuple):
 
     split: Split
     leaves: list[Array]
-    core: Callable[[Iterable[Any], tuple[str, ...]], PyTree]
+    core: Callable[[Iterable[PyTree], tuple[str, ...]], PyTree]
 
     @property
     def contractions(self) -> tuple[Contraction, ...]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 
 from numpyro_dp import extend
 from numpyro_dp.core import Args, Kwargs, Sampler, Values
@@ -80,7 +81,7 @@ class DPEM(extend.Driver):
         sampler: Sampler,
         damping: float | Callable[[Array], Array] = 1.0,
         scale: float | None = None,
-        probs: Any = None,
+        probs: ArrayLike | None = None,
         init_scale: float = 1.0,
         smallest_variance: float = 1e-3,
         budget: extend.PrivacyBudget | None = None,

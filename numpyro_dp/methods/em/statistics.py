@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -139,7 +139,7 @@ class MStep:
         """Returns the parameters."""
         return state.params
 
-    def update(self, statistics: Released, state: MStepState, **_: Any) -> MStepState:
+    def update(self, statistics: Released, state: MStepState, **_: object) -> MStepState:
         """Takes a step. Counts are floored at 1 and at twice the standard deviation of noise."""
         # The initial sums are zeros, not statistics.
         rate = jnp.where(state.step == 0, 1.0, self._rate(state.step))

@@ -103,7 +103,7 @@ class DPSEP(extend.Driver):
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Callable[..., object],
         family: Callable[[int], Family] | Mapping[str, Family] = normal,
         *,
         clip_norm: Any,
@@ -229,7 +229,7 @@ class SEP(DPSEP):
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Callable[..., object],
         family: Callable[[int], Family] | Mapping[str, Family] = normal,
         *,
         clip_norm: Any = math.inf,
@@ -254,7 +254,9 @@ class SEP(DPSEP):
         )
 
 
-def _check(family: Any, site: Any, precision_weight: Any, shared_precision: Any) -> None:
+def _check(
+    family: object, site: object, precision_weight: object, shared_precision: object
+) -> None:
     """Raises unless family and site are of the right kind, and the numbers suit the family."""
     if isinstance(family, Mapping):
         product(**family)  # raises for what is no family

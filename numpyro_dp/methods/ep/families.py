@@ -27,15 +27,17 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax import Array, lax
 from jax.scipy.linalg import cho_solve
+from jax.typing import ArrayLike
 from jaxtyping import Bool, Float
 
+from numpyro_dp.core import PyTree, Values
 from numpyro_dp.extend import check_int
 from numpyro_dp.methods.normal import inverse_and_log_det
 
 Natural = dict[str, Array]
 Number = float | Float[Array, ""]
 # A distribution, and a function that gives its parameters their full shape -> natural parameters.
-_Read = Callable[[Any, Callable[[Any], Array]], Natural]
+_Read = Callable[[Any, Callable[[ArrayLike], Array]], Natural]
 
 
 class Family(NamedTuple):
@@ -54,9 +56,9 @@ class Family(NamedTuple):
     name: str
     unit: Natural
     lowest: dict[str, float]
-    statistics: Callable[[Any], Natural]
-    to_dist: Callable[[Natural], Any]
-    from_dist: Callable[[Any], Natural]
+    statistics: Callable[[PyTree], Natural]
+    to_dist: Callable[[Natural], PyTree]
+    from_dist: Callable[[PyTree], Natural]
 
     def is_valid(self, natural: Natural) -> Bool[Array, ""]:
         """Whether natural parameters are finite and inside the domain."""
@@ -110,8 +112,8 @@ def power(a: Natural, exponent: Number) -> Natural:
 
 
 def sample(
-    family: Family, rng_key: Any, natural: Natural, sample_shape: tuple[int, ...] = ()
-) -> Any:
+    family: Family, rng_key: Array, natural: Natural, sample_shape: tuple[int, ...] = ()
+) -> PyTree:
     """Returns draws from a member: an array, or for a product family a dict by site.
 
     Args:
@@ -163,10 +165,10 @@ def product(**families: Family) -> Family:
                 "constructor, such as diagonal_normal(2) or gamma()."
             )
 
-    def joined(part: Callable[[str, Family], dict[str, Any]]) -> dict[str, Any]:
+    def joined(part: Callable[[str, Family], Values]) -> Values:
         return {f"{s}_{n}": value for s, f in families.items() for n, value in part(s, f).items()}
 
-    def to_dist(natural: Natural) -> dict[str, Any]:
+    def to_dist(natural: Natural) -> Values:
         return {
             site: f.to_dist({n: natural[f"{site}_{n}"] for n in f.unit})
             for site, f in families.items()
@@ -267,14 +269,14 @@ def normal(dim: int) -> Family:
         loc = cho_solve((jnp.linalg.cholesky(precision), True), natural["linear"])
         return dist.MultivariateNormal(loc, precision_matrix=(precision + precision.T) / 2)
 
-    def joint(base: Any, full: Callable[[Any], Array]) -> Natural:
+    def joint(base: Any, full: Callable[[ArrayLike], Array]) -> Natural:
         loc = full(base.loc)
         precision = base.precision_matrix.astype(loc.dtype)
         # GPUs may multiply in fewer digits by default.
         linear = jnp.matmul(precision, loc, precision=lax.Precision.HIGHEST)
         return {"linear": linear, "precision": precision}
 
-    def apart(base: Any, full: Callable[[Any], Array]) -> Natural:
+    def apart(base: dist.Normal, full: Callable[[ArrayLike], Array]) -> Natural:
         natural = _coordinates(base, full)
         return {"linear": natural["linear"], "precision": jnp.diag(natural["precision"])}
 
@@ -321,7 +323,7 @@ def diagonal_normal(dim: int) -> Family:
     )
 
 
-def _coordinates(base: Any, full: Callable[[Any], Array]) -> Natural:
+def _coordinates(base: Any, full: Callable[[ArrayLike], Array]) -> Natural:
     precision = 1 / jnp.square(full(base.scale))
     return {"linear": precision * full(base.loc), "precision": precision}
 
@@ -332,7 +334,7 @@ def _positive(
     kind: Any,
     attributes: dict[str, str],
     statistics: Mapping[str, Callable[[Array], Array]],
-    *special: Any,
+    *special: type[dist.Exponential],
 ) -> Family:
     """A family with positive parameters. The natural parameter of a concentration a is a - 1.
 
@@ -350,7 +352,7 @@ def _positive(
         given = kind(**{each: natural[n] - lowest[n] for n, each in attributes.items()})
         return given.to_event(len(given.batch_shape))
 
-    def read(base: Any, full: Callable[[Any], Array]) -> Natural:
+    def read(base: Any, full: Callable[[ArrayLike], Array]) -> Natural:
         if isinstance(base, special):
             base = kind(jnp.ones_like(base.rate), base.rate)
         return {n: full(getattr(base, each)) + lowest[n] for n, each in attributes.items()}
@@ -375,14 +377,14 @@ def _checked(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _reader(
     name: str, shape: tuple[int, ...], known: dict[type, _Read]
-) -> Callable[[Any], Natural]:
+) -> Callable[[PyTree], Natural]:
     """Returns ``from_dist``. It looks through ``expand`` and ``to_event``."""
 
-    def full(value: Any) -> Array:
+    def full(value: ArrayLike) -> Array:
         typed = lax.convert_element_type(value, jnp.result_type(value, float))
         return jnp.broadcast_to(typed, shape)
 
-    def from_dist(given: Any) -> Natural:
+    def from_dist(given: PyTree) -> Natural:
         base = given
         while isinstance(base, (dist.ExpandedDistribution, dist.Independent)):
             base = base.base_dist

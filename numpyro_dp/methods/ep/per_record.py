@@ -13,17 +13,17 @@ Reference:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from numpyro_dp.core import PyTree, Values
+from numpyro_dp.core import Arrays, PyTree, Values
 from numpyro_dp.extend import Call, check_int, check_real, check_rng_key
 from numpyro_dp.methods.ep.dpsep import SEP
-from numpyro_dp.methods.ep.families import Natural, divide, multiply, normal
+from numpyro_dp.methods.ep.families import Family, Natural, divide, multiply, normal
 from numpyro_dp.methods.ep.problem import EPProblem, PosteriorGuide
 from numpyro_dp.methods.normal import cavity_of, centre
 from numpyro_dp.methods.shared import SensitiveEPResult, SensitiveSites, equal_sites
@@ -68,8 +68,8 @@ class EP:
 
     def __init__(
         self,
-        model: Callable[..., Any],
-        family: Any = normal,
+        model: Callable[..., object],
+        family: Callable[[int], Family] | Mapping[str, Family] = normal,
         *,
         damping: float = 0.5,
         sequential: bool = False,
@@ -123,7 +123,7 @@ class EP:
 
 
 def _batched_sweep(
-    problem: EPProblem, refine: _Refine, state: SensitiveSites, records: Any, rng_key: Array
+    problem: EPProblem, refine: _Refine, state: SensitiveSites, records: Arrays, rng_key: Array
 ) -> SensitiveSites:
     """Moves the sites of all records, each starting from the same posterior."""
     keys = jax.random.split(rng_key, problem.num_examples)
@@ -132,7 +132,7 @@ def _batched_sweep(
 
 
 def _sequential_sweep(
-    problem: EPProblem, refine: _Refine, state: SensitiveSites, records: Any, rng_key: Array
+    problem: EPProblem, refine: _Refine, state: SensitiveSites, records: Arrays, rng_key: Array
 ) -> SensitiveSites:
     """Moves the sites one after the other, in a random order."""
     order_key, rng_key = jax.random.split(rng_key)

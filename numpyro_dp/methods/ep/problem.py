@@ -22,7 +22,7 @@ from jax.flatten_util import ravel_pytree
 from jax.typing import ArrayLike
 from numpyro.distributions import biject_to
 
-from numpyro_dp.core import Args, Kwargs, PyTree, Values
+from numpyro_dp.core import Args, Kwargs, NumPyroFn, PyTree, Values
 from numpyro_dp.extend import Model, ModelStructure, Records, UnsupportedModelError
 from numpyro_dp.methods.ep.families import Family, Natural, product
 from numpyro_dp.methods.shared import checked_start
@@ -42,8 +42,8 @@ class Latents(NamedTuple):
     """
 
     family: Family
-    unconstrain: Callable[[Any], dict[str, Array]]
-    constrain: Callable[[Any], dict[str, Array]]
+    unconstrain: Callable[[PyTree], dict[str, Array]]
+    constrain: Callable[[PyTree], dict[str, Array]]
     dim: int = 0
 
     @property
@@ -89,11 +89,11 @@ class EPProblem(NamedTuple):
         prior = self.prior_at(shared) if shared else self.prior
         return self._replace(shared=shared, prior=prior)
 
-    def log_likelihood(self, z: Any, example: tuple[Array, ...]) -> Array:
+    def log_likelihood(self, z: PyTree, example: tuple[Array, ...]) -> Array:
         """Log likelihood of one record."""
         return self.model.log_likelihood(self.latents.unconstrain(z), {}, example, self.shared)
 
-    def of_arguments(self, fn: Callable[..., Any], example: tuple[Array, ...]) -> Any:
+    def of_arguments(self, fn: Callable[..., PyTree], example: tuple[Array, ...]) -> PyTree:
         """Calls a function of the model's arguments for a data set of one record."""
         given = self.model.structure.layout.example(example, self.shared)
         return fn(*given.args, **given.kwargs)
@@ -176,8 +176,8 @@ class Site(NamedTuple):
             cavity's mean. Reads one row.
     """
 
-    prepare: Callable[[Array, Natural], Any]
-    approximate: Callable[[Any, tuple[Array, ...]], Natural]
+    prepare: Callable[[Array, Natural], PyTree]
+    approximate: Callable[[PyTree, tuple[Array, ...]], Natural]
 
 
 class SiteBuilder(NamedTuple):
@@ -257,9 +257,9 @@ def check_conjugate(structure: ModelStructure) -> ModelStructure:
 
 
 def make_problem(
-    fn: Callable[..., Any],
+    fn: NumPyroFn,
     structure: ModelStructure,
-    family: Any,
+    family: Callable[[int], Family] | Mapping[str, Family],
     shared: tuple[Array, ...],
     rng_key: Array,
 ) -> EPProblem:

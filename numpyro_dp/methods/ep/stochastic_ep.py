@@ -55,7 +55,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_dp.core import Estimator, Number, Observation, PyTree, Released
+from numpyro_dp.core import Arrays, Estimator, Number, Observation, PyTree, Released
 from numpyro_dp.extend import OutcomeModel, UnsupportedModelError, centring, read_outcomes
 from numpyro_dp.methods.ep.families import Natural, divide, multiply, power
 from numpyro_dp.methods.ep.problem import EPProblem, Site
@@ -81,7 +81,7 @@ class SiteMove(NamedTuple):
 
 
 class _CentredCavity(NamedTuple):
-    site: Any
+    site: PyTree
     factor: Natural  # the mean factor, centred
     centre: tuple[Array, ...]  # its mean, of normal families alone
 
@@ -119,7 +119,7 @@ def stochastic_ep(
             centred = centre(factor, *at) if at else factor
             return _CentredCavity(method.prepare(rng_key, cavity), centred, at)
 
-        def signal_of(method: Site) -> Callable[[_CentredCavity, Any], dict[str, Array]]:
+        def signal_of(method: Site) -> Callable[[_CentredCavity, Arrays], dict[str, Array]]:
             approximate = method.approximate
             if problem.records.layout.max_rows is not None:
 
@@ -269,7 +269,7 @@ class Damped:
         """Returns the natural parameters."""
         return state.natural
 
-    def update(self, move: SiteMove, state: DampedState, **_: Any) -> DampedState:
+    def update(self, move: SiteMove, state: DampedState, **_: object) -> DampedState:
         """Takes a step."""
         problem = move.problem
         prior, rate = problem.prior, self._rate(state.step)

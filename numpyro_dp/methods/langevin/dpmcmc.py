@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -128,7 +129,7 @@ class DPMCMC:
         rng_key: Array,
         *args: PyTree,
         init_params: Values | None = None,
-        checkpoint: Any = None,
+        checkpoint: str | os.PathLike[str] | None = None,
         every: int | None = None,
         **kwargs: PyTree,
     ) -> None:
@@ -292,7 +293,7 @@ class _Chain(extend.Driver):
         return prepared._replace(optim_state=self.method.optim.init(position))
 
 
-def _named(init_params: Any, latents: tuple[str, ...]) -> dict[str, Any]:
+def _named(init_params: object, latents: tuple[str, ...]) -> Values:
     if not isinstance(init_params, Mapping) or set(init_params) - set(latents):
         given = sorted(init_params) if isinstance(init_params, Mapping) else init_params
         raise ValueError(
@@ -301,7 +302,7 @@ def _named(init_params: Any, latents: tuple[str, ...]) -> dict[str, Any]:
     return {f"{site}{POINT_SUFFIX}": value for site, value in init_params.items()}
 
 
-def _check(kernel: Any, run: extend.RunSettings) -> None:
+def _check(kernel: object, run: extend.RunSettings) -> None:
     if not isinstance(kernel, SGLD):
         raise TypeError(
             f"Expected a kernel such as SGLD(model), got {type(kernel).__name__}. NumPyro's "

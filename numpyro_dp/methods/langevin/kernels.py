@@ -64,7 +64,7 @@ _LARGEST = 1e12
 
 StepSize = float | Callable[[Array], Array] | None
 Parts = tuple[Array, ...]  # state of a kernel. The first array is the position
-_State = tuple[Array, tuple[Any, ...]]
+_State = tuple[Array, tuple[PyTree, ...]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -88,10 +88,10 @@ class SGLD:
         >>> kernel = SGLD(model, step_size=lambda t: 1e-3 / (1 + t / 100) ** 0.55)
     """
 
-    model: Callable[..., Any]
+    model: Callable[..., object]
     step_size: StepSize = None
     temperature: float = 1.0
-    init_strategy: Any = dataclasses.field(default=init_to_median, kw_only=True)
+    init_strategy: Callable[..., object] = dataclasses.field(default=init_to_median, kw_only=True)
 
     def __post_init__(self) -> None:
         if not callable(self.model):
@@ -111,7 +111,7 @@ class SGLD:
         """Returns the initial state. Its first entry is the position."""
         return (position,)
 
-    def largest_step_size(self, noise_scale: Any) -> Any:
+    def largest_step_size(self, noise_scale: Number) -> Any:
         """Returns the step size at which privacy noise is all the noise."""
         return 2 * self.temperature / noise_scale**2  # where 2 eta T = (eta s)^2
 
@@ -246,7 +246,7 @@ class SGHMC(SGLD):
         """Returns the initial state: position and momentum."""
         return position, jnp.zeros_like(position)
 
-    def largest_step_size(self, noise_scale: Any) -> Any:
+    def largest_step_size(self, noise_scale: Number) -> Any:
         """Returns the step size at which privacy noise is all the noise."""
         return self.friction * super().largest_step_size(noise_scale)
 
@@ -316,7 +316,7 @@ class LangevinSteps:
         """Returns the position."""
         return state[1][0]
 
-    def update(self, score: Score, state: _State, **_: Any) -> _State:
+    def update(self, score: Score, state: _State, **_: object) -> _State:
         """Takes a step."""
         (step, parts), kernel = state, self._kernel
         gradient, unravel = ravel_pytree(score.gradient)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from numpyro_dp.methods.pbp.network_moments import Layers, layout_of, output_mom
 Params = dict[str, Array]
 
 
-def natural_of(mean: Array, precision: Array, concentration: Any, rate: Any) -> Params:
+def natural_of(mean: Array, precision: Array, concentration: ArrayLike, rate: ArrayLike) -> Params:
     """Returns the natural parameters of independent normal weights and a gamma noise precision."""
     return {
         "weights_linear": mean * precision,
@@ -89,7 +88,7 @@ class RegressionNetwork:
         check_real("rate of the noise precision", rate, low=0, low_open=True)
         self.weight_precision, self.noise_prior = weight_precision, (concentration, rate)
 
-    def __call__(self, x: Float[Array, "records inputs"], y: Any = None) -> ArrayLike:
+    def __call__(self, x: Float[Array, "records inputs"], y: ArrayLike | None = None) -> ArrayLike:
         """The model: x of shape (records, inputs), y of shape (records,)."""
         precision = self.weight_precision
         if precision is None:
@@ -165,7 +164,7 @@ class NetworkGuide:
     def __init__(self, network: RegressionNetwork) -> None:
         self.network = network
 
-    def __call__(self, x: Array, y: Any = None) -> None:
+    def __call__(self, x: Array, y: ArrayLike | None = None) -> None:
         """Draws the latent sites. Ignores y."""
         size = sum(self.network.layout(x.shape[-1]).sizes)
         start = natural_of(jnp.zeros(size), jnp.ones(size), *self.network.noise_prior)

@@ -53,7 +53,7 @@ Reference:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -64,7 +64,7 @@ from numpyro_dp.methods.normal import Cavity, counted_share, site_from_slopes
 from numpyro_dp.methods.pbp.model import RegressionNetwork
 from numpyro_dp.methods.pbp.network_curvature import Curvature, network_curvature
 from numpyro_dp.methods.pbp.network_moments import Layers, record_slopes
-from numpyro_dp.methods.shared import schedule
+from numpyro_dp.methods.shared import Rate, schedule
 
 _COUNTS_HALF = 2.0  # a precision of that many standard deviations of its noise counts half
 _SMALLEST_NOISE = 1e-4  # smallest noise variance that the records may give
@@ -256,7 +256,7 @@ class NetworkSteps:
             ``damping``.
     """
 
-    def __init__(self, network: RegressionNetwork, damping: Any, step_size: Any) -> None:
+    def __init__(self, network: RegressionNetwork, damping: Rate, step_size: Rate | None) -> None:
         self._network = network
         self._rate = schedule("damping", damping)
         self._step_size = self._rate if step_size is None else schedule("step_size", step_size)
@@ -272,7 +272,7 @@ class NetworkSteps:
         """Returns the natural parameters."""
         return state.params
 
-    def update(self, move: NetworkMove, state: NetworkStepsState, **_: Any) -> NetworkStepsState:
+    def update(self, move: NetworkMove, state: NetworkStepsState, **_: object) -> NetworkStepsState:
         """Takes a step."""
         rate, size = self._rate(state.step), self._step_size(state.step)
         noise = (1 - rate) ** 2 * state.noise + (rate * move.precision_noise) ** 2

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from numpyro_dp.core import PyTree
 from numpyro_dp.extend import Privacy, check_int, check_rng_key
 from numpyro_dp.methods.normal import Cavity
 from numpyro_dp.methods.pbp.dppbp import DPPBP
@@ -135,7 +135,7 @@ def _filter_sweeps(
 ) -> tuple[Params, Params]:
     """Filters all records once for each key, from a normal distribution with drawn means."""
 
-    def sweep(carry: Any, key: Array) -> tuple[Any, Params]:
+    def sweep(carry: PyTree, key: Array) -> tuple[PyTree, Params]:
         params, drawn, prior = carry
         params = _filtered(network, params, x, y, key)
         # Replace the prior precision of the last sweep, and the drawn means after the first.

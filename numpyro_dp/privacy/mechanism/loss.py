@@ -7,13 +7,13 @@ loss joins the signal as one more entry. It has its own clip norm and the same n
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from numpyro_dp.core import Estimator, FactoredSignal, PyTree, Released
+from numpyro_dp.core import Estimator, FactoredSignal, PyTree, Released, Values
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
 
 LOSS_ENTRY = "log_likelihood (released)"
@@ -60,23 +60,23 @@ def with_loss(estimator: Estimator, scale: float | Array) -> Estimator:
             "FactoredSignal, or leave loss_release out."
         )
 
-    def scalar(public: PyTree, point: Any, example: PyTree) -> Array:
+    def scalar(public: PyTree, point: PyTree, example: PyTree) -> Array:
         value = inner.scalar(public, point[0], example)
         return value + point[1] * scale * jax.lax.stop_gradient(value)
 
-    def point(public: PyTree) -> Any:
+    def point(public: PyTree) -> PyTree:
         start = inner.point(public)
         dtype = jnp.result_type(*jax.tree.leaves(start))
         return start, jnp.zeros((), dtype)
 
-    def core(public: PyTree, gradient: Any, names: tuple[str, ...]) -> Any:
+    def core(public: PyTree, gradient: PyTree, names: tuple[str, ...]) -> PyTree:
         rest, entry = _split(names)
         return inner.core(public, gradient[0], rest), dict.fromkeys(entry, gradient[1])
 
-    def expand(public: PyTree, tree: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    def expand(public: PyTree, tree: PyTree, names: tuple[str, ...]) -> Values:
         return inner.expand(public, tree[0], _split(names)[0]) | tree[1]
 
-    def signal(public: PyTree, example: PyTree) -> dict[str, Any]:
+    def signal(public: PyTree, example: PyTree) -> Values:
         entry = scale * inner.scalar(public, inner.point(public), example)
         return estimator.signal(public, example) | {LOSS_ENTRY: entry}
 

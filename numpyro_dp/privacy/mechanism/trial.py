@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from numpyro_dp._lazy import dpa, stats
 from numpyro_dp.core import Mechanism, MechanismBuilder, MechanismState, PyTree
@@ -73,7 +74,7 @@ def _check_scales(build: Build, clip_norm: ClipNorm, names: tuple[str, ...]) -> 
         squares = np.asarray(jnp.asarray(np.square(rows), float))
 
     @jax.jit
-    def call(norm: ClipNorm, squares: Any) -> Any:
+    def call(norm: ClipNorm, squares: PyTree) -> PyTree:
         found = build(norm)
         extras = found.extras(names, squares, _MARGIN) if found.extras else {}
         return found.scales(names, squares, _MARGIN), extras
@@ -115,7 +116,7 @@ def _check_noise(
     ramp = dict.fromkeys(names, jnp.linspace(-30, 30, _NUMBERS) * sensitivity)
 
     @jax.jit
-    def call(norm: ClipNorm, key: Any, total: PyTree, memory: PyTree) -> Any:
+    def call(norm: ClipNorm, key: Array, total: PyTree, memory: PyTree) -> PyTree:
         state = MechanismState(norm, memory)
         noisy, state = build(norm).privatise(key, total | nothing, state)
         return jnp.stack([noisy[name] - total[name] for name in names]), state.memory

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +79,7 @@ def importance(num_draws: int = 1000) -> SiteBuilder:
     def build(problem: EPProblem) -> Site:
         family = problem.latents.family
 
-        def prepare(rng_key: Array, cavity: dict[str, Array]) -> Any:
+        def prepare(rng_key: Array, cavity: dict[str, Array]) -> PyTree:
             return sample(family, rng_key, cavity, (num_draws,)), cavity_of(cavity)
 
         def approximate(public: PyTree, example: tuple[Array, ...]) -> dict[str, Array]:

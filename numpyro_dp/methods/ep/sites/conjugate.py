@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,9 @@ import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 
-from numpyro_dp.core import PyTree
+from numpyro_dp.core import Arrays, PyTree
 from numpyro_dp.extend import UnsupportedModelError, own_constants
-from numpyro_dp.methods.ep.families import sample
+from numpyro_dp.methods.ep.families import Natural, sample
 from numpyro_dp.methods.ep.problem import EPProblem, Site, SiteBuilder
 from numpyro_dp.methods.normal import cavity_of
 
@@ -52,7 +51,7 @@ def is_conjugate(problem: EPProblem) -> bool:
     return holds(problem, (_quadratic if problem.latents.is_normal else _in_statistics)(problem))
 
 
-def holds(problem: EPProblem, of_record: Callable[[Any], bool | None]) -> bool:
+def holds(problem: EPProblem, of_record: Callable[[Arrays], bool | None]) -> bool:
     """Whether a test holds for all invented records that can show it. Others give ``None``."""
     found = [of_record(example) for example in problem.invented()]
     return True in found and False not in found
@@ -69,7 +68,7 @@ def _normal_site(problem: EPProblem) -> Site:
     return Site(lambda _, cavity: cavity_of(cavity).mean, approximate)
 
 
-def _quadratic(problem: EPProblem) -> Callable[[Any], bool | None]:
+def _quadratic(problem: EPProblem) -> Callable[[Arrays], bool | None]:
     """Whether a record's log likelihood is quadratic, ``None`` if this record cannot show it."""
 
     @jax.jit
@@ -95,14 +94,14 @@ def _quadratic(problem: EPProblem) -> Callable[[Any], bool | None]:
 def _linear_site(problem: EPProblem) -> Site:
     points, solve, unravel, _ = _equations(problem)
 
-    def approximate(_: Any, example: tuple[Array, ...]) -> dict[str, Array]:
+    def approximate(_: object, example: tuple[Array, ...]) -> dict[str, Array]:
         values = jax.vmap(problem.log_likelihood, in_axes=(0, None))(points, example)
         return unravel((solve @ values)[:-1])
 
     return Site(lambda *_: None, approximate)
 
 
-def _equations(problem: EPProblem) -> tuple[Any, Array, Any, np.ndarray]:
+def _equations(problem: EPProblem) -> tuple[PyTree, Array, Callable[[Array], Natural], np.ndarray]:
     """Points z, the pseudo-inverse of their equations, what names its solution, the equations."""
     family = problem.latents.family
     with jax.ensure_compile_time_eval():
@@ -116,7 +115,7 @@ def _equations(problem: EPProblem) -> tuple[Any, Array, Any, np.ndarray]:
     return points, jnp.asarray(solve), unravel, matrix
 
 
-def _in_statistics(problem: EPProblem) -> Callable[[Any], bool | None]:
+def _in_statistics(problem: EPProblem) -> Callable[[Arrays], bool | None]:
     """Whether the log likelihood of a record is linear in the statistics of the family."""
     points, solve, _, matrix = _equations(problem)
     likelihoods = jax.jit(jax.vmap(problem.log_likelihood, in_axes=(0, None)))

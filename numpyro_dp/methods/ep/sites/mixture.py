@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
 from numpyro_dp.extend import UnsupportedModelError, check_real
 from numpyro_dp.methods.ep.problem import EPProblem, Site, SiteBuilder
@@ -42,7 +42,7 @@ _MixtureCavity = tuple[Cavity, Array, Array]
 
 
 def normal_mixture(
-    observation: Callable[..., Array], scale: float, probs: Any = None
+    observation: Callable[..., Array], scale: float, probs: ArrayLike | None = None
 ) -> SiteBuilder:
     r"""Exact sites of a mixture of isotropic normals with known scale and weights.
 

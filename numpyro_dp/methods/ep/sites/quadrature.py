@@ -23,7 +23,6 @@ Reference:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +91,10 @@ def quadrature(num_nodes: int = 31) -> SiteBuilder:
 
 
 def tilted_slopes(
-    log_likelihood: Callable[[Array], Array], mean: Array, variance: Array, rule: Any
+    log_likelihood: Callable[[Array], Array],
+    mean: Array,
+    variance: Array,
+    rule: tuple[Array, Array, Array],
 ) -> tuple[Array, Array]:
     """Slopes g and h of log Z for a likelihood of one number t.
 
