@@ -24,6 +24,7 @@ _CURVATURE_FAR = 0.6
 # A step of the mean is too long if a latent moves by more posterior standard deviations than this,
 # or if the mean square over all latents is larger. More stages follow, before the last four.
 FAR = 5.0
+NEAR = 0.5  # also if the next draws have a smaller part of the covariance than this
 LAST = 4
 MOST_FAR = 12  # largest number of such stages
 # Share of each. Far away, scores are large, and more precision than NOISE_FAR of them is wasted.

@@ -25,6 +25,7 @@ from numpyro_dp.laplace.schedule import (
     LOSS_BOUND,
     MOST_FAR,
     MOST_SHARE_FAR,
+    NEAR,
     NOISE_FAR,
     PAIRS,
     SHARE_FAR,
@@ -251,6 +252,7 @@ class Run:
         left, more = len(plan.kinds) - release - 1, len(plan.kinds) - self._planned_at_first
         steps = self.steps()
         far = max(np.max(steps[:-1]), steps[-1] ** 2) > FAR or self._persists()
+        far = far or self._spread < NEAR  # short steps, because little is known yet
         # A stage that hides its score in noise would throw the run back.
         stage = self.stages[-1]
         length = np.linalg.norm(stage.whitening @ stage.score)
