@@ -484,6 +484,21 @@ def test_a_scale_far_from_its_prior_has_intervals_that_are_narrow_and_hold(model
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("key", [1, 2, 3])
+def test_a_mean_far_from_its_prior_is_found_with_few_latents(key):
+    """In two dimensions a release tells little of the spread of a curvature around its guess."""
+
+    def model(x, y=None):
+        mean, s = numpyro.sample("m", dist.Normal(0, 100)), numpyro.sample("s", dist.HalfNormal(20))
+        with numpyro.plate("people", len(x)):
+            numpyro.sample("y", dist.Normal(mean, s), obs=y)
+
+    y = (52 + 8 * np.random.default_rng(0).normal(size=500)).astype(np.float32)
+    found = repeated(model, (y, y), key, budget=PrivacyBudget(1.5, 1e-5)).summary()
+    assert abs(found["m"]["mean"] - 52) < 4 * found["m"]["sd"] < 4
+
+
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::numpyro_dp.posterior.PosteriorWarning")
 def test_a_scale_that_first_grows_and_then_falls_is_followed():
     """Residuals of a prior of 30 weights are five times those of the truth, and tell nothing."""
