@@ -130,9 +130,8 @@ class ModelPrior:
         # median.
         start, (mean, _) = self._median.copy(), self.decoded.updated(precision, linear)
         start[self.seen] = mean
-        return self._nuts(
-            rng_key, *(jnp.asarray(x, jnp.float32) for x in (precision, linear, start))
-        )
+        given = (jnp.asarray(x, jnp.result_type(float)) for x in (precision, linear, start))
+        return self._nuts(rng_key, *given)
 
     @functools.cached_property
     def _log_priors(self) -> Callable[[Array], Array]:
