@@ -134,7 +134,9 @@ class UnsupportedEventError(ValueError):
     def __init__(self, event: dpa.DpEvent, relation: Relation, reasons: dict[str, str]) -> None:
         """Keeps the arguments, from which a pickle is made."""
         super().__init__(event, relation, reasons)
-        self.event, self.relation, self.reasons = event, relation, reasons
+        self.event: dpa.DpEvent = event
+        self.relation: Relation = relation
+        self.reasons: dict[str, str] = reasons
 
     def __str__(self) -> str:
         told = "; ".join(f"{name}: {reason}" for name, reason in self.reasons.items())
