@@ -475,7 +475,7 @@ class Kind:
                 lambda z: self._gradient(z, args), lambda z: self._hessian(z, args), flat
             )
             root = np.linalg.cholesky(np.linalg.inv(hessian))
-            drawn = np.random.default_rng(0).standard_normal((400, len(root))) @ root.T
+            drawn = np.random.default_rng(0).standard_normal((4000, len(root))) @ root.T
             drawn = flat + jnp.asarray(drawn, "f4")
         except np.linalg.LinAlgError:  # a density with edges, such as Laplace's, has no such matrix
             kernel = NUTS(potential_fn=lambda z: self._value(z, args))
@@ -514,7 +514,8 @@ class Kind:
             "coverage": float(np.mean((lower < aim) & (aim < upper))),
             "exact": float(np.mean(np.abs(mode - aim) < Z90 * own)),
             "distance": float(np.sqrt(np.median(((mean - mode) / own) ** 2))),
-            "width": float(np.median(sd / own)), "far": far, "silent": far and not bad,
+            "width": float(np.median(sd / own)), "least width": float(np.min(sd / own)),
+            "far": far, "silent": far and not bad,
             "warned": bool(bad), "seconds": seconds, "findings": bad,
         }  # fmt: skip
 
@@ -537,7 +538,7 @@ def row_of(name, epsilon, found):
     if "refused" in found[0]:
         return row | {"refused": found[0]["refused"]}
     row |= {key: float(np.mean([each.get(key, np.nan) for each in found]))
-            for key in ("coverage", "exact", "distance", "width")}  # fmt: skip
+            for key in ("coverage", "exact", "distance", "width", "least width")}  # fmt: skip
     row |= {key: int(np.sum([each[key] for each in found])) for key in ("far", "silent", "warned")}
     row["seconds"] = float(np.median([each["seconds"] for each in found]))
     row["findings"] = sorted({name for each in found for name in each["findings"]})
