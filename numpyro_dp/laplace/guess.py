@@ -44,7 +44,7 @@ class FirstGuess(NamedTuple):
         near: ``(mean, covariance) -> (share, sizes)``. At draws with this share of the covariance,
             scores of invented records have about the same size as at the mean. The sizes are their
             mean squares there (d,).
-        blurred: ``(mean, covariance) -> ratios`` (d,), see :func:`_blurred`.
+        blurred: ``(mean, covariance) -> ratios`` (2, d), see :func:`_blurred`.
         norms: ``(mean, whitening) -> norms`` of whitened scores (records,). Their mean square is 1.
     """
 
@@ -222,30 +222,35 @@ def _near(
 def _blurred(
     scores_at: _ScoresAt, rows: tuple[Array, ...], mean: np.ndarray, covariance: np.ndarray
 ) -> np.ndarray:
-    r"""The mean score at the mean if the truth is a draw, over tr(H V).
+    r"""The mean score over tr(H V): at the mean if the truth is a draw, and the other way round.
 
     Errors of many latents add up to residuals that look like noise of the outcome. So a scale seems
     larger than it is, by the second order of a score: :math:`\tfrac12 \sum_{kl} V_{kl}\,
-    \partial_k \partial_l g`. Invented records tell its size for each latent. Ratios that may be
-    chance are 0.
+    \partial_k \partial_l g`. Scores at draws around the truth are off in the same way. Invented
+    records tell the size of both for each latent. Ratios that may be chance are 0.
     """
     half = np.clip(np.random.default_rng(1).normal(size=(_DRAWS // 2, len(mean))), -2, 2)
     draws = np.vstack([half, -half]) @ factor(covariance).T  # so that the first order cancels
     centre = np.tile(mean, (1 + _DRAWS, 1))
     for _ in range(_BLUR_ROUNDS):
-        found = scores_at(centre, rows, np.vstack([mean, mean + draws]))[1:]
+        around = np.vstack([mean, mean + draws])
+        found = scores_at(centre, rows, around)[1:]
         size = float(np.nan_to_num(np.median(np.einsum("rnd,rd->rn", found, draws).mean(1))))
         if _BLUR[0] < size < _BLUR[1]:
             break
         # Much nearer draws show no second order. Much farther ones show higher orders too.
         draws *= np.clip(np.sqrt(np.mean(_BLUR) / max(size, 1e-3)), 0.1, 10)
-    used = np.isfinite(found).all(axis=(1, 2))
+    other = scores_at(around, rows, centre)[1:]
+    used = np.isfinite(found).all(axis=(1, 2)) & np.isfinite(other).all(axis=(1, 2))
     if not _BLUR[0] < size < _BLUR[1] or np.mean(used) < 0.5:
-        return np.zeros_like(mean)
-    each, draws = found[used].mean(1), draws[used]
-    error = np.sqrt(np.mean(found[used] ** 2, axis=(0, 1)) / found[used, :, 0].size)
-    total = np.sum(each * draws, axis=1).mean()
-    return np.where(np.abs(each.mean(0)) > _BLUR_SURE * error, each.mean(0) / total, 0.0)
+        return np.zeros((2, len(mean)))
+    total = np.sum(found[used].mean(1) * draws[used], axis=1).mean()
+    ratios = []
+    for scores in (found[used], other[used]):
+        bias = scores.mean((0, 1))
+        error = np.sqrt(np.mean(scores**2, axis=(0, 1)) / scores[..., 0].size)
+        ratios.append(np.where(np.abs(bias) > _BLUR_SURE * error, bias / total, 0.0))
+    return np.stack(ratios)
 
 
 def _norms(

@@ -303,10 +303,23 @@ class Run:
         return released_likelihood(self.mean, covariance + np.outer(blur, blur), self._prior)
 
     def _blur(self) -> np.ndarray:
-        """How far errors of all latents may move the mean, see ``FirstGuess.blurred`` (d,)."""
-        slope = self.stages[-1].curvature_floored
-        size = float(np.sum(slope * self._decoded))
-        return solve(slope, size * self._blurred(self.mean, self._decoded))
+        r"""How far errors of all latents may have moved the mean (d,).
+
+        The optimum is away from the mean of the newest draws by its step u and its covariance V,
+        and the draws by their own :math:`V_d`. With the ratios :math:`r, r_d` of
+        ``FirstGuess.blurred``, the score of a latent is off by
+
+        .. math:: b = r\, \mathrm{tr}(H (V + u u')) + r_d\, \mathrm{tr}(H V_d),
+
+        which moves the log of a scale with curvature h by about :math:`\log(1 + 2 b / h) / 2`.
+        """
+        stage = self.stages[-1]
+        slope, step = stage.curvature_floored, self.mean - stage.mean
+        of_truth, of_draws = self._blurred(self.mean, self._decoded)
+        bias = of_truth * np.sum(slope * (self._decoded + np.outer(step, step)))
+        bias += of_draws * np.sum(slope * stage.spread * stage.covariance)
+        own = np.diag(slope)
+        return solve(slope, np.sign(bias) * own * np.log1p(2 * np.abs(bias) / own) / 2)
 
     def _bounds(self, release: int) -> np.ndarray:
         """Bounds of a release."""
