@@ -98,6 +98,51 @@ def test_the_worked_additions_run():
     assert 0.04 < widths[0] < 0.2 and abs(widths[1] / widths[0] - 1) < 0.05, widths
 
 
+@pytest.mark.full
+def test_posteriors_of_a_driver_and_a_mechanism_of_ones_own_are_as_wide_as_their_errors():
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from conformance.registry import example
+    from numpyro.infer.autoguide import AutoDiagonalNormal
+
+    from numpyro_dp import DPSVI, PrivacyBudget
+    from numpyro_dp.mechanisms import GaussianMechanism
+    from numpyro_dp.posterior import rehearse
+    from numpyro_dp.samplers import FullBatch
+
+    newton = example("newton")
+    x, truth = jax.random.normal(jax.random.key(1), (3000, 3)), jnp.array([1.0, -0.7, 0.2])
+    y = jax.random.bernoulli(jax.random.key(2), jax.nn.sigmoid(x @ truth)) * 1
+    own = jax.nn.sigmoid(x @ truth)
+    exact = np.sqrt(np.diag(np.linalg.inv(x.T * (own * (1 - own)) @ x + np.eye(3) / 4)))
+    common = {"clip_norm": 1.0, "sampler": FullBatch(), "budget": PrivacyBudget(2.0, 1e-6)}
+
+    def ratio_and_error(posterior):
+        table = posterior.summary()["w"]
+        error = np.abs(table["mean"] - truth) / table["sd"]
+        return float(np.mean(table["sd"] / exact)), float(np.max(error))
+
+    driver = newton.PrivateNewton(newton.model, **common)
+    for key in jax.random.split(jax.random.key(0), 3):
+        ratio, error = ratio_and_error(driver.run(key, 30, x, y, progress_bar=False).posterior)
+        assert 1 < ratio < 1.4 and error < 3.5, (ratio, error)
+    found = rehearse(
+        driver, jax.random.key(3), x, None, num_steps=30, num_simulations=3, progress_bar=False
+    )
+    assert np.all(found.rmse < 0.2) and np.all(found.sd < 0.2)
+
+    for mechanism in (GaussianMechanism(), example("automatic_clipping").AutomaticClipping()):
+        svi = DPSVI(
+            newton.model, AutoDiagonalNormal(newton.model), optax.adam(0.05),
+            privacy=Privacy(mechanism=mechanism), **common,
+        )  # fmt: skip
+        run = svi.run(jax.random.key(0), 200, x, y, progress_bar=False)
+        ratio, error = ratio_and_error(run.posterior)
+        assert 1 < ratio < 1.8 and error < 3.5, (mechanism, ratio, error)
+
+
 def test_the_ways_through_the_package_are_those_of_the_code():
     text = (ROOT / "docs" / "architecture.md").read_text()
     ways = re.split(r"^## The way of ", text, flags=re.M)[1:]

@@ -168,7 +168,10 @@ def findings_of_run(result: RunResult) -> list[Finding]:
 
 def finding_of_clipping(avoidable: bool) -> Finding:
     """A finding about clipping that sees outcomes. ``avoidable``: if it need not have seen them."""
-    remedy = "Use the default: centred() in DPSVI, unbiased_clipping=True in DPSEP."
+    remedy = (
+        "Use the default: centred() in DPSVI, unbiased_clipping=True in DPSEP, centring= of an "
+        "estimator of your own."
+    )
     remedy = remedy if avoidable else "DPLaplace has no such bias, on models that it supports."
     return Finding("clipping", avoidable, (
         "Clipping saw the outcomes. If many records were clipped, the posterior is biased, and "

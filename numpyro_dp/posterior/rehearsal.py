@@ -97,7 +97,8 @@ def rehearse(
 
     Args:
         driver: A :class:`~numpyro_dp.DPLaplace`, :class:`~numpyro_dp.DPSVI`,
-            :class:`~numpyro_dp.DPSEP` or :class:`~numpyro_dp.DPMCMC`, without a ``secret_key``.
+            :class:`~numpyro_dp.DPSEP`, :class:`~numpyro_dp.DPMCMC` or driver of your own with a
+            posterior, without a ``secret_key``.
         rng_key: Key of latents, outcomes and runs.
         *args: Arguments of the model: public or invented covariates, with as many rows as there
             are records, and ``None`` in place of the outcome. Do not pass private records.

@@ -92,7 +92,7 @@ def partial_sum(
     :func:`finished` converts them to floating point. Sums of float32 are
     :class:`~numpyro_dp.core.Whole`.
     """
-    rows, counts = weights.size, weights > 0
+    rows, counts = weights.size, jnp.abs(weights) > 0  # false for NaN
     if norm is None:
         return jax.tree.map(
             lambda leaf: jnp.sum(_counted(leaf, counts) * column(weights, leaf), axis=0),

@@ -79,7 +79,7 @@ def product_sum(
     finite. One product has at most ``longest`` rows, :func:`longest_product` of the whole batch.
     """
     batch = weights.size
-    counts, weights = weights > 0, weights.astype(slopes.dtype)
+    counts, weights = jnp.abs(weights) > 0, weights.astype(slopes.dtype)
     # Both factors become 0, because a weight of 0 times a NaN is NaN.
     slopes = jnp.where(column(counts, slopes), slopes * column(weights, slopes), 0)
     factors = jnp.where(column(counts, factors), factors, 0)

@@ -21,7 +21,7 @@ def test_every_row_counts_once(rows, dtype):
     rng = np.random.default_rng(rows)
     norm = 2.0
     terms = rng.integers(-16, 17, size=(rows, 3)) / 16  # products lie on the grid
-    weights = norm * rng.integers(0, 17, size=rows) / 16
+    weights = norm * rng.integers(-16, 17, size=rows) / 16  # centred rows may have negative ones
     expected = weights @ terms
     terms[weights == 0] = np.nan
     wide = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64

@@ -29,8 +29,8 @@ Build = Callable[[ClipNorm], Mechanism]
 def check_mechanism(mechanism: MechanismBuilder, clip_norm: Any = 1.0) -> None:
     """Tries a mechanism of your own on invented numbers, for your tests. It proves nothing.
 
-    The sum has two entries, ``"a"`` and ``"b"``. Samples of the noise are compared with the stated
-    event if it is Gaussian or Laplace.
+    The sum has two arrays, ``"a"`` and ``"b"``, with thousands of numbers. Samples of the noise are
+    compared with the stated event if it is Gaussian or Laplace.
 
     Args:
         mechanism: Builds the mechanism.
