@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
+from numpyro.diagnostics import split_gelman_rubin
 from numpyro.distributions import biject_to, constraints
 from numpyro.infer import MCMC, NUTS
 
@@ -34,6 +35,8 @@ from numpyro_dp.posterior.likelihood import Prior
 _DRAWS = 4000
 _KEPT = 4000  # draws from a posterior that is not normal
 _PROPOSED = 20_000
+_CHAINS = 2
+_MIXED = 1.2  # largest R-hat of chains that have mixed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,13 +128,25 @@ class ModelPrior:
         logs = np.asarray(exact, np.float64) + np.sum((off @ prior.precision) * off, axis=1) / 2
         return _by_weight(theta, logs, rng)
 
-    def _sampled(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> Array:
-        # Latents that records see start at the mean under the normal prior, others at their prior's
-        # median.
-        start, (mean, _) = self._median.copy(), self.decoded.updated(precision, linear)
-        start[self.seen] = mean
-        given = (jnp.asarray(x, jnp.result_type(float)) for x in (precision, linear, start))
-        return self._nuts(rng_key, *given)
+    def _sampled(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> np.ndarray:
+        """Draws of several chains of NUTS, which start apart.
+
+        The scale of group effects makes a funnel, and a chain may get stuck in its neck. Then the
+        chains disagree, and others take shorter steps.
+        """
+        mean, covariance = self.decoded.updated(precision, linear)
+        # Latents that no record sees start at their prior's median.
+        starts = np.tile(self._median, (_CHAINS, 1))
+        noise = generator(rng_key).normal(size=(_CHAINS, len(mean)))
+        starts[:, self.seen] = mean + noise @ np.linalg.cholesky(covariance).T
+        given = [jnp.asarray(x, jnp.result_type(float)) for x in (precision, linear, starts)]
+        keys = jax.random.split(rng_key, _CHAINS)
+        chains = np.asarray(self._nuts(keys, *given))
+        if not _mixed(chains):
+            first, chains = chains, np.asarray(self._slow_nuts(keys, *given))
+            if not _mixed(chains):  # intervals of all chains are wide where they disagree
+                chains = np.concatenate([first, chains])
+        return chains.reshape(-1, chains.shape[-1])
 
     @functools.cached_property
     def _log_priors(self) -> Callable[[Array], Array]:
@@ -143,21 +158,34 @@ class ModelPrior:
         return np.median(_flat_prior(self.outcomes, jax.random.key(0), 200), axis=0)
 
     @functools.cached_property
-    def _nuts(self) -> Callable[[Array, Array, Array, Array], Array]:
-        """NUTS, compiled once for all likelihoods: ``(key, precision, linear, start) -> draws``."""
+    def _nuts(self) -> Callable[..., Array]:
+        """NUTS, compiled once for all likelihoods: ``(keys, precision, linear, starts) -> draws``.
+
+        The draws are of shape (chains, draws, all).
+        """
+        return self._chains(0.9, 500)
+
+    @functools.cached_property
+    def _slow_nuts(self) -> Callable[..., Array]:
+        return self._chains(0.99, 1000)
+
+    def _chains(self, accepted: float, num_warmup: int) -> Callable[..., Array]:
         log_prior, seen = _log_prior(self.outcomes), jnp.asarray(self.seen)
 
         @jax.jit
-        def draws(rng_key: Array, precision: Array, linear: Array, start: Array) -> Array:
+        def draws(keys: Array, precision: Array, linear: Array, starts: Array) -> Array:
             def potential(flat: Array) -> Array:
                 theta = flat[seen]
                 return theta @ precision @ theta / 2 - linear @ theta - log_prior(flat)
 
-            dense = len(start) <= 50
-            kernel = NUTS(potential_fn=potential, dense_mass=dense, target_accept_prob=0.9)
-            mcmc = MCMC(kernel, num_warmup=500, num_samples=_KEPT // 2, progress_bar=False)
-            mcmc.run(rng_key, init_params=start)
-            return mcmc.get_samples()
+            dense = starts.shape[1] <= 50
+            kernel = NUTS(potential_fn=potential, dense_mass=dense, target_accept_prob=accepted)
+            mcmc = MCMC(
+                kernel, num_warmup=num_warmup, num_samples=_KEPT // 2 // _CHAINS,
+                num_chains=_CHAINS, chain_method="vectorized", progress_bar=False,
+            )  # fmt: skip
+            mcmc.run(keys, init_params=starts)
+            return mcmc.get_samples(group_by_chain=True)
 
         return draws
 
@@ -222,6 +250,11 @@ def _by_weight(draws: np.ndarray, logs: np.ndarray, rng: np.random.Generator) ->
     if not np.isfinite(weights).all() or 1 / np.sum(weights**2) < len(logs) / 4:
         return None
     return draws[rng.choice(len(logs), _KEPT, p=weights)]
+
+
+def _mixed(chains: np.ndarray) -> bool:
+    """Whether chains (chains, draws, all) agree."""
+    return bool(np.max(split_gelman_rubin(chains)) < _MIXED)
 
 
 def _unravel(outcomes: Outcomes) -> Callable[[Array], dict[str, Array]]:
