@@ -29,6 +29,7 @@ from numpyro_dp._tree import select
 from numpyro_dp.core import PyTree, Values
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.outcomes import Outcomes, read_latents, unconstrained_prior
+from numpyro_dp.posterior.algebra import factor
 from numpyro_dp.posterior.draws import Draws, Normal, Vectors, generator
 from numpyro_dp.posterior.likelihood import Prior
 
@@ -138,7 +139,7 @@ class ModelPrior:
         # Latents that no record sees start at their prior's median.
         starts = np.tile(self._median, (_CHAINS, 1))
         noise = generator(rng_key).normal(size=(_CHAINS, len(mean)))
-        starts[:, self.seen] = mean + noise @ np.linalg.cholesky(covariance).T
+        starts[:, self.seen] = mean + noise @ factor(covariance).T
         given = [jnp.asarray(x, jnp.result_type(float)) for x in (precision, linear, starts)]
         keys = jax.random.split(rng_key, _CHAINS)
         chains = np.asarray(self._nuts(keys, *given))
