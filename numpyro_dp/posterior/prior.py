@@ -284,18 +284,21 @@ def _normal(outcomes: Outcomes, size: int) -> Prior | None:
     def derivatives(flat: Array) -> tuple[Array, Array]:
         return jax.grad(log_prior)(flat), jax.hessian(log_prior)(flat)
 
-    # A density is normal if its second derivative is the same everywhere.
-    points = np.random.default_rng(0).normal(size=(3, size))
-    slopes, bends = jax.jit(jax.vmap(derivatives))(jnp.asarray(points, jnp.float32))
-    bends = np.asarray(bends, np.float64)
+    # A density is normal if its second derivative is the same everywhere, also far out.
+    points = np.random.default_rng(0).normal(size=(6, size)) * [[1], [1], [1], [10], [10], [100]]
+    found = jax.jit(jax.vmap(derivatives))(jnp.asarray(points, jnp.float32))
+    slopes, bends = (np.asarray(each, np.float64) for each in found)
     largest = np.max(np.abs(bends))
     if not np.all(np.isfinite(bends)) or np.max(np.abs(bends - bends[0])) > 1e-4 * largest:
         return None
     precision = -(bends[0] + bends[0].T) / 2
     if np.min(np.linalg.eigvalsh(precision)) <= 1e-9 * largest:
         return None
-    step = np.linalg.solve(precision, np.asarray(slopes[0], np.float64))
-    return Prior(points[0] + step, precision)
+    prior = Prior(points[0] + np.linalg.solve(precision, slopes[0]), precision)
+    # In a mixture each point may be in another component, of the same width.
+    pulls = (prior.mean - points) @ precision
+    off = np.abs(slopes - pulls).max(axis=1) > 1e-3 * np.abs(pulls).max(axis=1) + 1e-3 * largest
+    return None if np.any(off) else prior
 
 
 def _constrained(outcomes: Outcomes) -> Callable[[Array], dict[str, Array]]:

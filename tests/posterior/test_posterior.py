@@ -21,9 +21,11 @@ from numpyro_dp import (
     SEP,
     SGLD,
     Posterior,
+    Privacy,
     PrivacyBudget,
     RegressionNetwork,
 )
+from numpyro_dp.extend import Model, prior_of
 from numpyro_dp.methods.ep.families import diagonal_normal
 from numpyro_dp.posterior import Finding, posterior_samples
 from numpyro_dp.posterior.from_model import NOISE_INCLUDED
@@ -403,3 +405,27 @@ def test_point_estimates_of_mixtures_have_none():
     )
     with pytest.raises(ValueError, match="DPEM gives point estimates"):
         result.posterior  # noqa: B018
+
+
+def test_a_prior_with_two_modes_is_not_normal_and_chains_in_both_are_kept():
+    """Each component is normal, and so is the density around any one point."""
+
+    def model(x):
+        ends = dist.Normal(jnp.array([-3.0, 3.0]), 0.3)
+        z = numpyro.sample("z", dist.MixtureSameFamily(dist.Categorical(jnp.full(2, 0.5)), ends))
+        w = numpyro.sample("w", dist.StudentT(3, 0, 1))
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("x", dist.Normal(z + w, 1), obs=x)
+
+    structure = Privacy().given_model(model, {}).structure((np.ones(100),), {})
+    prior = prior_of(Model(model, structure), ())
+    assert prior.normal is None
+    # In order of name: w is known, and z is not. So neither draws of the prior nor normal draws do.
+    precision, linear = np.diag([1e4, 1e-3]), np.array([1e4, 0.0])
+    modes = []
+    for key in jax.random.split(jax.random.key(0), 6):
+        draws = prior.posterior(precision, linear, key)(jax.random.key(1), 1000)
+        assert abs(draws["w"].mean() - 1) < 0.01
+        modes.append(float(jnp.mean(draws["z"] > 0)))
+    # A chain does not leave its mode. Two chains that start apart are often in both.
+    assert any(0.2 < share < 0.8 for share in modes), modes
