@@ -9,6 +9,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from conformance.registry import example
 from flat import dpsvi
 from models import given
 from numpyro.infer import Trace_ELBO
@@ -114,23 +115,33 @@ X = np.asarray(np.random.default_rng(0).normal(size=(6, D)) * 3, np.float32)
 @pytest.mark.full
 @pytest.mark.table
 @pytest.mark.parametrize(
-    ("model", "values", "base", "clip"),
+    ("model", "values", "base", "clip", "lengthens"),
     [
-        (logistic, 2, aligned, 0.05), (logistic, 2, vanilla, 0.05), (logistic, 2, aligned, 100.0),
-        (grades, 4, vanilla, 0.05), (grades, 4, aligned, 100.0),
-        (shifted, 2, aligned, 0.05), (shifted, 2, vanilla, 100.0),
+        (logistic, 2, aligned, 0.05, False), (logistic, 2, vanilla, 0.05, False),
+        (logistic, 2, aligned, 100.0, False), (logistic, 2, aligned, 100.0, True),
+        (grades, 4, vanilla, 0.05, False), (grades, 4, aligned, 100.0, False),
+        (grades, 4, vanilla, 100.0, True), (shifted, 2, aligned, 0.05, False),
+        (shifted, 2, vanilla, 100.0, False),
     ],
 )  # fmt: skip
-def test_the_mean_over_listed_outcomes_is_0(model, values, base, clip):
+def test_the_mean_over_listed_outcomes_is_0(model, values, base, clip, lengthens):
+    """A mechanism that lengthens short signals gives negative weights to other outcomes."""
     y = jnp.zeros(len(X), int)
     estimator, public = problem_of(model, X, y, centred(base()))
     latents = {"w": getattr(public, "drawn", public).latents["w"]}
+    builder = (
+        example("automatic_clipping").AutomaticClipping() if lengthens else GaussianMechanism()
+    )
+    mechanism = build_mechanism(builder, ClipNorm.of(clip), 1.0, 1.0)
     plain = 0.0
     for x in X:
         logits = x @ latents["w"] + (MOVED["shift"] if model is shifted else 0.0)
         logits = logits if values > 2 else jnp.stack([0.0, logits])
         probs = np.asarray(jax.nn.softmax(logits), np.float64)
-        each = [contribution(estimator, public, x, jnp.asarray(k), clip) for k in range(values)]
+        each = [
+            contribution(estimator, public, x, jnp.asarray(k), clip, mechanism=mechanism)
+            for k in range(values)
+        ]
         size = max(np.linalg.norm(one) for one in each)
         assert size <= clip
         assert np.linalg.norm(probs @ each) < 1e-5 * clip  # the grid of sums is 2^-21 clip norms
