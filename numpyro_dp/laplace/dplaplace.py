@@ -30,6 +30,7 @@ from numpyro_dp.model.units import split_unit
 from numpyro_dp.posterior.diagnosis import (
     finding_of_arrival,
     findings_of_normal,
+    findings_of_pooling,
     findings_of_spread,
     findings_of_unseen,
 )
@@ -305,11 +306,13 @@ class DPLaplace:
         of_units = report.max_rows is not None
         records = "units" if of_units else "records"
         method = f"DPLaplace, {releases} releases of {report.plan.num_examples} {records}"
-        draws = prior.posterior(precision, linear, rng_key)
+        vectors = prior.vectors(precision, linear, rng_key)
+        draws = prior.drawn(vectors)
         findings = ()
         if math.isfinite(report.epsilon):
             moments = prior.decoded.updated(precision, linear)
             findings = findings_of_normal(*moments, prior.decoded)
+            findings += findings_of_pooling(prior, vectors, moments[1])
             findings += findings_of_spread(
                 *stages.spread, of_units, bool(outcomes.number), *stages.misfit
             )

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import numpy as np
 
+from numpyro_dp.posterior.draws import Normal, Vectors
 from numpyro_dp.posterior.likelihood import Prior
 from numpyro_dp.privacy.budget import LARGEST_EPSILON
 from numpyro_dp.privacy.plan import PrivacyReport
 
 if TYPE_CHECKING:
+    from numpyro_dp.posterior.prior import ModelPrior
     from numpyro_dp.run.results import RunResult
 
 # Good runs stay below these (benchmarks/believe/zoo.py).
@@ -23,6 +25,9 @@ _FARTHEST = 3.0  # posterior sds between the points of a run and the optimum of 
 _WIDEST = 2.0  # posterior sds over which the points of a run move, fresh draws left out
 _MOST_BENT = 0.1  # the same times the prior sds over which they move
 _MOST_PRIOR = 0.6  # part of the variance of the prior, as a mean over latents
+# Latents of a site that a hierarchy may pool, a posterior much narrower than the release, and a
+# release that leaves so much of the prior.
+_POOLED, _MUCH_NARROWER, _LITTLE = 3, 0.4, 1 / 3
 _CONFLICT = 2.0  # prior sds between the means of posterior and prior, root mean square
 _PACKAGE = str(pathlib.Path(__file__).parents[1])
 _MORE = (
@@ -238,6 +243,37 @@ def findings_of_normal(mean: np.ndarray, covariance: np.ndarray, prior: Prior) -
             "surprise, look for separable outcomes, or for columns of another scale than the prior "
             "expects."
         )))  # fmt: skip
+    return found
+
+
+def findings_of_pooling(
+    prior: ModelPrior, vectors: Normal | Vectors, released: np.ndarray
+) -> list[Finding]:
+    """What a hierarchy makes of effects that the released values hardly tell.
+
+    Errors of a release are bounds, and may be smaller. Effects then scatter less than the bounds
+    allow, which a prior with an unknown scale takes as a sign that all are alike.
+
+    Args:
+        prior: The prior.
+        vectors: Draws of the posterior.
+        released: Covariance of the posterior under ``prior.decoded``, for the latents that records
+            see.
+    """
+    if not isinstance(vectors, Vectors):
+        return []
+    sds = np.sqrt(np.diag(released))
+    ratios = np.std(vectors.rows[:, prior.seen], axis=0) / sds
+    shares, start, found = sds / np.sqrt(np.diag(prior.decoded.covariance)), 0, []
+    for site in sorted(prior.outcomes.seen):
+        own = slice(start, start := start + int(np.prod(prior.outcomes.shapes[site])))
+        pooled = np.median(ratios[own]) < _MUCH_NARROWER and np.median(shares[own]) > _LITTLE
+        if pooled and len(ratios[own]) >= _POOLED:
+            found.append(Finding("pooling", True, (
+                f"The released values tell little about {site}. That its values are alike "
+                "follows from the prior of their scale, and may be wrong. Take a larger "
+                "budget, fewer groups, or a narrower prior of the scale."
+            )))  # fmt: skip
     return found
 
 

@@ -64,7 +64,13 @@ class ModelPrior:
     draws: np.ndarray | None = None
 
     def posterior(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> Draws:
-        """Returns the draws of the posterior.
+        """Returns the draws of the posterior, by site. The arguments are those of ``vectors``."""
+        return self.drawn(self.vectors(precision, linear, rng_key))
+
+    def vectors(
+        self, precision: np.ndarray, linear: np.ndarray, rng_key: Array
+    ) -> Normal | Vectors:
+        """Returns the draws of the posterior, as unconstrained vectors of all latents.
 
         Args:
             precision: P of the likelihood of the latents that records see.
@@ -76,7 +82,7 @@ class ModelPrior:
             wide, right = np.zeros((size, size)), np.zeros(size)
             wide[np.ix_(self.seen, self.seen)], right[self.seen] = precision, linear
             mean, covariance = self.normal.updated(wide, right)
-            return self.drawn(Normal(mean, np.linalg.cholesky(covariance)))
+            return Normal(mean, np.linalg.cholesky(covariance))
         # From the cheapest way to the dearest. Draws of the prior will do if the records tell
         # little, and normal ones if the prior is nearly normal.
         draws = self.draws
@@ -85,7 +91,7 @@ class ModelPrior:
             kept = self._resampled(precision, linear, rng_key)
         if kept is None:
             kept = self._sampled(precision, linear, rng_key)
-        return self.drawn(Vectors(np.asarray(kept)))
+        return Vectors(np.asarray(kept))
 
     def stored(self, rows: np.ndarray, root: np.ndarray) -> Draws:
         """Draws stored vectors (number, all) with noise of covariance ``root @ root.T``."""

@@ -42,6 +42,7 @@ from numpyro_dp.posterior.diagnosis import (
     finding_of_clipping,
     findings_of_normal,
     findings_of_path,
+    findings_of_pooling,
     findings_of_run,
 )
 from numpyro_dp.posterior.from_model import ModelSource
@@ -108,8 +109,10 @@ def posterior_of_scores(
     if averages is not None:
         path = _path(averages, mean, np.diag(covariance), np.diag(decoded.covariance))
     # The likelihood is made of released values, so a fixed public key will do.
-    draws = prior.posterior(precision, linear, public_key)
+    vectors = prior.vectors(precision, linear, public_key)
+    draws = prior.drawn(vectors)
     findings = [*findings_of_path(*path), *findings_of_normal(mean, covariance, decoded)]
+    findings += findings_of_pooling(prior, vectors, covariance)
     findings += [*findings_of_run(result), *others]
     if not unbiased:
         try:

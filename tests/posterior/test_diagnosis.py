@@ -15,10 +15,16 @@ from numpyro.infer.autoguide import AutoDiagonalNormal, AutoIAFNormal
 
 from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, DPLaplace, Privacy, PrivacyBudget
 from numpyro_dp.estimators import aligned
+from numpyro_dp.extend import Model, prior_of
 from numpyro_dp.mechanisms import AdaptiveClip
 from numpyro_dp.methods.ep.families import diagonal_normal, normal
 from numpyro_dp.posterior import PosteriorWarning
-from numpyro_dp.posterior.diagnosis import findings_of_normal, findings_of_path, findings_of_shares
+from numpyro_dp.posterior.diagnosis import (
+    findings_of_normal,
+    findings_of_path,
+    findings_of_pooling,
+    findings_of_shares,
+)
 from numpyro_dp.posterior.likelihood import Prior
 from numpyro_dp.samplers import FullBatch
 
@@ -193,3 +199,25 @@ def test_outcomes_that_vary_more_than_the_model_says_are_found(kind):
         assert bad(posterior.diagnose()) - {"arrival"} == names
         sds.append(np.mean(posterior.summary()["w"]["sd"]))
     assert sds[1] > 1.1 * sds[0]
+
+
+def test_effects_that_only_their_scale_makes_alike_are_named():
+    """Released values with an error of 3 and no scatter at all, and with an error of 0.2."""
+
+    def model(x):
+        scale = numpyro.sample("scale", dist.HalfCauchy(1.0))
+        with numpyro.plate("groups", 25):
+            effect = numpyro.sample("effect", dist.Normal(0, scale))
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("x", dist.Normal(effect[0], 1), obs=x)
+
+    structure = Privacy().given_model(model, {}).structure((np.ones(100),), {})
+    prior = prior_of(Model(model, structure), ())
+    truth = np.random.default_rng(0).normal(size=25)
+    for error, values, names in ((3.0, 0 * truth, ["pooling"]), (0.2, truth, [])):
+        likelihood = np.eye(25) / error**2, values / error**2
+        vectors = prior.vectors(*likelihood, jax.random.key(0))
+        _, covariance = prior.decoded.updated(*likelihood)
+        found = findings_of_pooling(prior, vectors, covariance)
+        assert [each.name for each in found] == names
+        assert all(each.bad and "about effect" in each.text for each in found)
