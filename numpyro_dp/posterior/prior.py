@@ -147,10 +147,10 @@ class ModelPrior:
         noise = generator(rng_key).normal(size=(_CHAINS, len(mean)))
         starts[:, self.seen] = mean + noise @ factor(covariance).T
         given = [jnp.asarray(x, jnp.result_type(float)) for x in (precision, linear, starts)]
-        keys = jax.random.split(rng_key, _CHAINS)
-        chains = np.asarray(self._nuts(keys, *given))
+        given = [jax.random.split(rng_key, _CHAINS), *given]
+        chains = np.asarray(self._nuts(0.9, *given))
         if not _mixed(chains):
-            first, chains = chains, np.asarray(self._slow_nuts(keys, *given))
+            first, chains = chains, np.asarray(self._nuts(0.99, *given))
             if not _mixed(chains):  # intervals of all chains are wide where they disagree
                 chains = np.concatenate([first, chains])
         return chains.reshape(-1, chains.shape[-1])
@@ -166,21 +166,16 @@ class ModelPrior:
 
     @functools.cached_property
     def _nuts(self) -> Callable[..., Array]:
-        """NUTS, compiled once for all likelihoods: ``(keys, precision, linear, starts) -> draws``.
+        """NUTS, compiled once: ``(accepted, keys, precision, linear, starts) -> draws``.
 
-        The draws are of shape (chains, draws, all).
+        The draws are of shape (chains, draws, all). More accepted proposals need shorter steps.
         """
-        return self._chains(0.9, 500)
-
-    @functools.cached_property
-    def _slow_nuts(self) -> Callable[..., Array]:
-        return self._chains(0.99, 1000)
-
-    def _chains(self, accepted: float, num_warmup: int) -> Callable[..., Array]:
         log_prior, seen = _log_prior(self.outcomes), jnp.asarray(self.seen)
 
         @jax.jit
-        def draws(keys: Array, precision: Array, linear: Array, starts: Array) -> Array:
+        def draws(
+            accepted: float, keys: Array, precision: Array, linear: Array, starts: Array
+        ) -> Array:
             def potential(flat: Array) -> Array:
                 theta = flat[seen]
                 return theta @ precision @ theta / 2 - linear @ theta - log_prior(flat)
@@ -188,7 +183,7 @@ class ModelPrior:
             dense = starts.shape[1] <= 50
             kernel = NUTS(potential_fn=potential, dense_mass=dense, target_accept_prob=accepted)
             mcmc = MCMC(
-                kernel, num_warmup=num_warmup, num_samples=_KEPT // 2 // _CHAINS,
+                kernel, num_warmup=500, num_samples=_KEPT // 2 // _CHAINS,
                 num_chains=_CHAINS, chain_method="vectorized", progress_bar=False,
             )  # fmt: skip
             mcmc.run(keys, init_params=starts)
