@@ -1,15 +1,10 @@
 r"""The posterior of theta given all released values, from a linear model.
 
-Stage j releases the sum of the records' scores around :math:`m_j`. The model of all stages is
-
-.. math::
-
-    S_j = H (\phi - m_j) + \text{noise}_j + E (\phi - m_j), \qquad
-    \phi \mid \theta \sim N(\theta, \kappa H^{-1}), \qquad \theta \sim N(p_0, \Lambda^{-1}).
-
-Here :math:`\phi` is the optimum of the data, :math:`H` the denoised curvature of the newest stage
-and :math:`E` its error. All stages share :math:`\phi` and :math:`E`, because they use the same
-records. Counting the records again at each stage would make intervals too narrow.
+Stage j releases the sum of the records' scores around :math:`m_j`. The model of all stages is that
+of :mod:`numpyro_dp.posterior.likelihood`: :math:`\phi` is the optimum of the data, :math:`H` the
+denoised curvature of the newest stage and :math:`E` its error. All stages share :math:`\phi` and
+:math:`E`, because they use the same records. Counting the records again at each stage would make
+intervals too narrow.
 
 Everything here is a function of released values and has no privacy cost.
 
@@ -20,22 +15,19 @@ Reference:
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
 from numpyro_dp.laplace.curvature import Stage
-from numpyro_dp.posterior.algebra import inverse, solve, symmetric, trace_of
-from numpyro_dp.posterior.likelihood import Prior
+from numpyro_dp.posterior.algebra import solve, symmetric, trace_of
+from numpyro_dp.posterior.likelihood import Prior, believed_part, decode, matrix_error
 
 FIRST_DISCREPANCY = 0.3  # relative non-linearity that is assumed for draws from the prior
 DOUBTED = 0.25  # see believed_curvature
 UNCERTAIN_STEP = 0.5  # relative standard deviation of the step of the mean in the first stage
 SMALLEST_KAPPA = 0.1
 CLIPPED = 0.1  # usual part of the variance of scores that clipping removes
-ROUNDS = 24  # most updates of the covariance of the errors, which depends on theta
-UNDAMPED = 4  # number of rounds with a full step. Later rounds take half a step
-SETTLED = 0.02  # change of the mean, in posterior sds, that ends the rounds
-SETTLED_VARIANCE = 0.5  # largest change of the log of a variance then
 AGREEING = 3.0  # standard errors that an earlier stage may be off along its step
 
 
@@ -144,7 +136,7 @@ def excess_ratio(
     return float(1 + excess / power - 3 * doubt), float(error)
 
 
-def decode(
+def decode_stages(
     prior: Prior,
     stages: tuple[Stage, ...],
     kappa: float,
@@ -172,7 +164,7 @@ def decode(
     size, curvature = len(prior.mean), believed_curvature(newest)
     kept = (newest,)
     begin = begin or (prior.mean, prior.covariance)
-    mean, covariance = _decode_rounds(prior, kept, kappa, *begin)
+    mean, covariance = _decoded(prior, kept, kappa, begin)
     for stage in reversed(earlier):
         # The newest stage comes last, because its curvature has the errors that stages share.
         errors = _error_covariance((stage, newest), mean, covariance)[:size, :size]
@@ -185,62 +177,32 @@ def decode(
         if overall < 1 + 2 * np.sqrt(2 / size) and along < AGREEING**2:
             kept = (stage, *kept)
             # Decode before the next test: each stage is compared with all that is known by then.
-            mean, covariance = _decode_rounds(prior, kept, kappa, mean, covariance)
+            mean, covariance = _decoded(prior, kept, kappa, (mean, covariance))
     return mean, covariance
 
 
-def _decode_rounds(
+def _decoded(
     prior: Prior,
     stages: tuple[Stage, ...],
     kappa: float,
-    mean: np.ndarray,
-    covariance: np.ndarray,
+    begin: tuple[np.ndarray, np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray]:
-    r"""Mean and covariance given some stages, from a first guess of both.
-
-    Let R be the covariance of the errors and X = R^-1 (I, ..., I)'. Then, with
-    :math:`J = H (I, ..., I) X H` and :math:`H_+ = H / \kappa`, the posterior has
-
-    .. math:: V^{-1} = \Lambda + J (J + H_+)^{-1} H_+, \qquad
-        m = V (H_+ (J + H_+)^{-1} H X' y + \Lambda p_0), \qquad y_j = S_j + H m_j.
-    """
-    size, count = len(prior.mean), len(stages)
+    """Mean and covariance given some stages, from a first guess of both."""
     curvature, sampling = believed_curvature(stages[-1]), stages[-1].curvature_floored / kappa
-    target = np.concatenate([stage.score + curvature @ stage.mean for stage in stages])
-    everywhere = np.tile(np.eye(size), (count, 1))
-    for index in range(ROUNDS):
-        errors = _error_covariance(stages, mean, covariance)
-        weights = solve(errors, everywhere)
-        precision = symmetric(curvature @ (everywhere.T @ weights) @ curvature)
-        pull = curvature @ (weights.T @ target)
-        parts = solve(precision + sampling, np.column_stack([sampling, pull]))
-        new_covariance = inverse(prior.precision + symmetric(precision @ parts[:, :-1]))
-        new_mean = new_covariance @ (sampling @ parts[:, -1] + prior.precision @ prior.mean)
-        sds = np.sqrt(np.maximum(np.diag(new_covariance), 1e-300))
-        settled = np.max(np.abs(new_mean - mean) / sds) < SETTLED
-        settled &= np.max(np.abs(np.log(sds**2 / np.diag(covariance)))) < SETTLED_VARIANCE
-        # A farther mean has larger errors, which pull it back. Half steps end such a swing.
-        step = 1.0 if settled or index < UNDAMPED else 0.5
-        mean = mean + step * (new_mean - mean)
-        covariance = covariance + step * (new_covariance - covariance)
-        if settled and index > 0:
-            break
-    return mean, covariance
+    targets = np.stack([stage.score + curvature @ stage.mean for stage in stages])
+    errors = functools.partial(_error_covariance, stages)
+    return decode(prior, targets, curvature, sampling, errors, begin)
 
 
 def believed_curvature(stage: Stage) -> np.ndarray:
     r"""The curvature without directions that may be only noise, in the coordinates of theta (d, d).
 
-    In a direction without information from the records, the denoised curvature is not 0 but noise.
-    It would count as information. A GOE error of variance v maps a unit vector to a vector of mean
-    squared length :math:`v (d + 1) / 2`. So an eigenvalue x of the whitened curvature becomes
-    :math:`x^3 / (x^2 + v d / 4)`, or 0 if it is negative.
+    A GOE error of variance v maps a unit vector to a vector of mean squared length
+    :math:`v (d + 1) / 2`. The doubt of an eigenvalue is v d / 4.
     """
     whitened = stage.whitening @ stage.curvature @ stage.whitening
     values, vectors = np.linalg.eigh(symmetric(whitened))
-    values = np.maximum(values, 0)
-    doubt = DOUBTED * stage.curvature_error * stage.width
-    values = values * values**2 / np.maximum(values**2 + doubt, 1e-300)
+    values = believed_part(values, DOUBTED * stage.curvature_error * stage.width)
     turned = stage.unwhitening @ vectors
     return symmetric((turned * values) @ turned.T)
 
@@ -268,7 +230,7 @@ def _error_covariance(
         for k in range(j, count):
             moment = spread + np.outer(own[j], own[k])
             blocks[j, :, k] = (
-                newest.curvature_error / 2 * (turn.T @ _ensemble(newest, moment) @ turn)
+                newest.curvature_error / 2 * (turn.T @ matrix_error(moment, newest.pairs) @ turn)
                 + shape @ (newest.template_scale_variance * moment) @ shape.T
             )
             blocks[k, :, j] = blocks[j, :, k].T
@@ -276,15 +238,8 @@ def _error_covariance(
         turn = stage.turned
         moment = turn @ (covariance + np.outer(away[j], away[j])) @ turn.T
         blocks[j, :, j] += stage.score_noise**2 * stage.unwhitening @ stage.unwhitening
-        blocks[j, :, j] += stage.discrepancy / 2 * turn.T @ _ensemble(stage, moment) @ turn
+        blocks[j, :, j] += stage.discrepancy / 2 * turn.T @ matrix_error(moment, stage.pairs) @ turn
         if stage.step is not None:
             pulled = newest.curvature @ stage.step
             blocks[j, :, j] += np.outer(pulled, pulled)
     return blocks.reshape(count * size, count * size)
-
-
-def _ensemble(stage: Stage, moment: np.ndarray) -> np.ndarray:
-    """Twice the covariance of E a and E b for a GOE error E of variance 1 and ``moment`` = a b'."""
-    if np.all(stage.pairs):
-        return np.trace(moment) * np.eye(len(moment)) + moment.T
-    return np.diag(stage.pairs @ np.diag(moment)) + np.where(stage.pairs, moment.T, 0)

@@ -152,7 +152,10 @@ class Run:
         self.kappa = decode.sampling_ratio(stage, noisy, noise)
         begin = self.mean, self.covariance
         self._clips = (*self._clips, clips[0] / clips[2])
-        decoded, kappa = decode.decode(self._prior, self._unbiased(), self.kappa, begin), self.kappa
+        decoded, kappa = (
+            decode.decode_stages(self._prior, self._unbiased(), self.kappa, begin),
+            self.kappa,
+        )
         if weights[3] or weights[5]:
             # Draws were off by their spread, and their mean by its step.
             step = decoded[0] - stage.mean
@@ -171,7 +174,7 @@ class Run:
         # Decode again only if this release changed the noise that the decode assumes.
         found = self.kappa != kappa or self._unbiased() is not self.stages
         if found and (weights[3] or weights[5]):
-            decoded = decode.decode(self._prior, self._unbiased(), self.kappa, begin)
+            decoded = decode.decode_stages(self._prior, self._unbiased(), self.kappa, begin)
         self.mean, self._decoded = decoded
         self.stages, self.covariance = decode.with_step(self.stages, self.mean, self._decoded)
         # Sizes at the draws of this stage, before `_draw_around` sets those of the next.

@@ -1,7 +1,14 @@
 r"""A normal prior, and a normal likelihood of released values: how both are found and multiplied.
 
-Decoding of released values needs a normal prior. Its result is divided by that prior again, so that
-the likelihood that is left can be multiplied by the model's own prior
+Released scores follow a linear model with errors in its matrix,
+
+.. math::
+    S_j = H (\phi - m_j) + \text{noise}_j + E_j (\phi - m_j), \qquad
+    \phi \mid \theta \sim N(\theta, \kappa H^{-1}), \qquad \theta \sim N(p_0, \Lambda^{-1}).
+
+All drivers that release scores decode them with :func:`decode`. They differ in what they know of H,
+and in its errors E. Decoding needs a normal prior. Its result is divided by that prior again, so
+that the likelihood that is left can be multiplied by the model's own prior
 (:mod:`numpyro_dp.posterior.prior`).
 
 Everything here is a function of released values and has no privacy cost.
@@ -10,16 +17,21 @@ Everything here is a function of released values and has no privacy cost.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import cached_property
 
 import numpy as np
 from scipy.special import softmax
 
-from numpyro_dp.posterior.algebra import inverse, roots, symmetric
+from numpyro_dp.posterior.algebra import inverse, roots, solve, symmetric
 
 SCALE_SD = 3.0  # prior sd of a curvature's size, relative to the guess of it
 SMALLEST_SCALE = 0.05  # smallest size of a curvature, relative to the guess of it
 LEAST_SPREAD = 0.01  # of a curvature around its guess, relative to its level
+_ROUNDS = 24  # most updates of the covariance of the errors, which depends on theta
+_UNDAMPED = 4  # number of rounds with a full step. Later rounds take half a step
+_SETTLED = 0.02  # change of the mean, in posterior sds, that ends the rounds
+_SETTLED_VARIANCE = 0.5  # largest change of the log of a variance then
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -100,6 +112,76 @@ def size_of(
     variance = 1 / (np.sum(template**2) / noise + scale_sd**-2)
     mean = variance * (np.sum(noisy * template) / noise + scale_sd**-2)
     return float(max(mean, SMALLEST_SCALE)), float(variance)
+
+
+def believed_part(values: np.ndarray, doubt: np.ndarray | float) -> np.ndarray:
+    r"""Eigenvalues x of a curvature as they count, :math:`x^3 / (x^2 + \text{doubt})`, at least 0.
+
+    Without information from the records, an eigenvalue is not 0 but noise. It would count as
+    information.
+    """
+    values = np.maximum(values, 0)
+    return values**3 / np.maximum(values**2 + doubt, 1e-300)
+
+
+def matrix_error(moment: np.ndarray, pairs: np.ndarray | None = None) -> np.ndarray:
+    """Twice the covariance of E a and E b for a GOE error E of variance 1 and ``moment`` = a b'.
+
+    Args:
+        moment: The matrix a b', or a mean of such matrices (d, d).
+        pairs: Which entries E has, by default all (d, d).
+    """
+    if pairs is None or np.all(pairs):
+        return np.trace(moment) * np.eye(len(moment)) + moment.T
+    return np.diag(pairs @ np.diag(moment)) + np.where(pairs, moment.T, 0)
+
+
+def decode(
+    prior: Prior,
+    targets: np.ndarray,
+    curvature: np.ndarray,
+    sampling: np.ndarray,
+    errors: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    begin: tuple[np.ndarray, np.ndarray],
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""Mean (d,) and covariance (d, d) of theta in the linear model of the released scores.
+
+    Let R be the covariance of the errors and X = R^-1 (I, ..., I)'. Then, with
+    :math:`J = H (I, ..., I) X H` and :math:`H_+ = H / \kappa`, the posterior has
+
+    .. math:: V^{-1} = \Lambda + J (J + H_+)^{-1} H_+, \qquad
+        m = V (H_+ (J + H_+)^{-1} H X' y + \Lambda p_0), \qquad y_j = S_j + H m_j.
+
+    R depends on m and V, because an error of H grows with the distance from the points. So rounds
+    follow until both settle.
+
+    Args:
+        prior: The normal prior of theta.
+        targets: The values y (K, d).
+        curvature: The part of H that may count as information (d, d).
+        sampling: The inverse of the sampling covariance of phi, positive definite (d, d).
+        errors: Returns R (K d, K d) at a mean and a covariance.
+        begin: A first guess of both.
+    """
+    mean, covariance = begin
+    everywhere = np.tile(np.eye(targets.shape[1]), (len(targets), 1))
+    for index in range(_ROUNDS):
+        weights = solve(errors(mean, covariance), everywhere)
+        precision = symmetric(curvature @ (everywhere.T @ weights) @ curvature)
+        pull = curvature @ (weights.T @ targets.ravel())
+        parts = solve(precision + sampling, np.column_stack([sampling, pull]))
+        new_covariance = inverse(prior.precision + symmetric(precision @ parts[:, :-1]))
+        new_mean = new_covariance @ (sampling @ parts[:, -1] + prior.precision @ prior.mean)
+        sds = np.sqrt(np.maximum(np.diag(new_covariance), 1e-300))
+        settled = np.max(np.abs(new_mean - mean) / sds) < _SETTLED
+        settled &= np.max(np.abs(np.log(sds**2 / np.diag(covariance)))) < _SETTLED_VARIANCE
+        # A farther mean has larger errors, which pull it back. Half steps end such a swing.
+        step = 1.0 if settled or index < _UNDAMPED else 0.5
+        mean = mean + step * (new_mean - mean)
+        covariance = covariance + step * (new_covariance - covariance)
+        if settled and index > 0:
+            break
+    return mean, covariance
 
 
 def released_likelihood(

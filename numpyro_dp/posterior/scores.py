@@ -36,7 +36,7 @@ import numpy as np
 
 from numpyro_dp.model.outcomes import read_outcomes
 from numpyro_dp.model.public import UnsupportedModelError
-from numpyro_dp.posterior.algebra import inverse, solve, spectral_power, symmetric
+from numpyro_dp.posterior.algebra import spectral_power, symmetric
 from numpyro_dp.posterior.diagnosis import (
     Finding,
     finding_of_clipping,
@@ -49,7 +49,10 @@ from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.likelihood import (
     SMALLEST_SCALE,
     Prior,
+    believed_part,
+    decode,
     denoise_curvature,
+    matrix_error,
     released_likelihood,
 )
 from numpyro_dp.posterior.moments import Averages, Moments, averages_of, early_distance, mixed
@@ -67,8 +70,6 @@ _ALONG = 0.1  # part of the error of a curvature that is along its own eigenvect
 _SEEN = 4.0  # standard errors of the mean eigenvalue of noise
 _DOUBT = 3.0  # standard errors of an eigenvalue at which half of it counts
 _FLATTEST = 1e-3  # smallest variance of the shifts in a direction, relative to the largest
-_PASSES = 8  # how often the uncertainty of phi enters the error of the curvature
-_ROUNDS = 10  # updates of the mean in each pass
 
 
 def posterior_of_scores(
@@ -206,8 +207,7 @@ def _curvature(averages: Averages, prior: Prior) -> _Curvature:
     # Points stay away from the optimum where the curvature is small. So what counts is the error of
     # eigenvalues, whose mean square is d / 2 times the variance of the error of an entry.
     wrong += _ALONG * len(own) / 2 * error * ((frame**2).T @ sizes**2) ** 2
-    counted = np.maximum(relative, 0)
-    counted = counted**3 / np.maximum(counted**2 + _DOUBT**2 * wrong, 1e-300)
+    counted = believed_part(relative, _DOUBT**2 * wrong)
     if not _is_seen(noisy, noise_sd):
         counted = np.zeros_like(counted)
     turned = unwhitening.T @ (frame / sizes[:, None])
@@ -341,40 +341,26 @@ def _decoded(
     size, turn = len(noise), found.unwhitening
     shape, root = turn.T @ found.template, spectral_power(found.floored, 0.5)
 
-    def errors(moment: np.ndarray) -> np.ndarray:
-        """Covariance of E a, for a with the second moments ``moment``."""
+    def errors(mean: np.ndarray, covariance: np.ndarray) -> np.ndarray:
+        """Covariance of the noise and of E (phi - z)."""
+        away = mean - averages.point
+        moment = covariance + np.outer(away, away)
         own = turn @ moment @ turn.T
-        noisy = found.error / 2 * (turn.T @ (np.trace(own) * np.eye(size) + own) @ turn)
+        noisy = found.error / 2 * (turn.T @ matrix_error(own) @ turn)
         noisy += found.scale_variance * shape @ own @ shape.T
         # No likelihood is exactly quadratic. The change is relative to H, in its own coordinates.
         far, farther = (
             np.trace(prior.precision @ (moment + np.diag(spread))) / size
             for spread in (averages.spread, early_distance(averages))
         )
-        inside = root @ moment @ root
-        bent = root @ (np.trace(inside) * np.eye(size) + inside) @ root
+        bent = root @ matrix_error(root @ moment @ root) @ root
         # It keeps its sign, because most likelihoods are log-concave.
         bend = 1 / (1 / (_BEND**2 * far + 1e-300) + 1 / _MOST_BEND**2)
         noisy += bend / (size + 1) * bent
         # Between the first half and the optimum it changes along the whole way, mostly in size.
-        return noisy + found.early**2 * _BEND**2 * farther * found.floored @ moment @ found.floored
+        early = found.early**2 * _BEND**2 * farther * found.floored @ moment @ found.floored
+        return noise + noisy + early
 
-    def given(covariance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        weights = solve(covariance, found.believed)
-        precision = symmetric(found.believed @ weights)
-        pull = weights.T @ (averages.score + found.believed @ averages.point)
-        # phi is theta with the sampling variance of the records: H^-1.
-        parts = solve(precision + found.floored, np.column_stack([found.floored, pull]))
-        wide = inverse(prior.precision + symmetric(precision @ parts[:, :-1]))
-        return wide @ (found.floored @ parts[:, -1] + prior.precision @ prior.mean), wide
-
-    # The error of the curvature depends on the mean and covariance, so both are found in rounds.
-    mean, covariance = given(noise)[0], np.zeros_like(noise)
-    for _ in range(_PASSES):
-        for index in range(_ROUNDS):
-            away = mean - averages.point
-            new, wide = given(noise + errors(covariance + np.outer(away, away)))
-            # A farther mean has larger errors, which pull it back. Half steps end such a swing.
-            mean = new if index < _ROUNDS // 3 else (mean + new) / 2
-        covariance = wide
-    return mean, covariance
+    target = averages.score + found.believed @ averages.point
+    begin = prior.mean, prior.covariance
+    return decode(prior, target[None], found.believed, found.floored, errors, begin)

@@ -20,6 +20,7 @@ from numpyro_dp.laplace.curvature import (
 )
 from numpyro_dp.laplace.pattern import group_sites, pairs_of, power_of
 from numpyro_dp.posterior import algebra, likelihood
+from numpyro_dp.posterior.likelihood import matrix_error
 
 N = 2_000
 BUDGET_SHARES = np.array([0.05, 0.06, 0.08, 0.11, 0.15, 0.20, 0.35])
@@ -96,7 +97,7 @@ def run(size, mu, rng, kind="full", watch=None, rounds=7):
         stages = decoding.with_discrepancies((*stages, stage))
         kappa = decoding.sampling_ratio(stages[-1], released.power, power_noise)
         begin = mean, covariance
-        mean, covariance = decoding.decode(prior, stages, kappa, begin)
+        mean, covariance = decoding.decode_stages(prior, stages, kappa, begin)
         whitening = next_whitening(stages[-1], prior, kappa)
         if watch:
             watch(prior, released, power_noise, stages, kappa, begin, mean, covariance, whitening)
@@ -153,7 +154,7 @@ def test_a_known_curvature_gives_the_exact_posterior():
     rng = np.random.default_rng(8)
     for _ in range(5):
         prior, stages, kappa, exact_mean, exact = exact_stages(rng)
-        mean, covariance = decoding.decode(prior, stages, kappa)
+        mean, covariance = decoding.decode_stages(prior, stages, kappa)
         widths = np.sqrt(np.diag(exact))
         np.testing.assert_allclose((mean - exact_mean) / widths, 0, atol=1e-3)
         np.testing.assert_allclose(covariance / np.outer(widths, widths),
@@ -267,7 +268,7 @@ def test_agrees_with_the_reference(reference, monkeypatch):
         their_mean, their_covariance, _ = reference.decode(
             prior.mean, sds, theirs, kappa, np.ones(len(theirs)), begin
         )
-        own_mean, own_covariance = decoding._decode_rounds(prior, stages, kappa, *begin)
+        own_mean, own_covariance = decoding._decoded(prior, stages, kappa, begin)
         close(own_mean, their_mean)
         close(own_covariance, their_covariance)
         # Ours raises eigenvalues to the ridge, where the reference adds it to each of them.
@@ -314,16 +315,16 @@ def test_a_stage_that_contradicts_later_ones_is_left_out():
     prior, stages, kappa, begin, _, covariance = last_stages()
     wrong = stages[3].score + 20 * np.abs(stages[3].score)
     changed = (*stages[:3], dataclasses.replace(stages[3], score=wrong), *stages[4:])
-    found = decoding.decode(prior, changed, kappa, begin)
-    assert_same(found, decoding.decode(prior, (*stages[:3], *stages[4:]), kappa, begin))
+    found = decoding.decode_stages(prior, changed, kappa, begin)
+    assert_same(found, decoding.decode_stages(prior, (*stages[:3], *stages[4:]), kappa, begin))
     assert np.trace(found[1]) > np.trace(covariance)
 
 
 def test_the_newest_stage_stands_against_all_others():
     prior, stages, kappa, begin, *_ = last_stages()
     newest = dataclasses.replace(stages[-1], score=stages[-1].score + 1e4)
-    found = decoding.decode(prior, (*stages[:-1], newest), kappa, begin)
-    assert_same(found, decoding.decode(prior, (newest,), kappa, begin))
+    found = decoding.decode_stages(prior, (*stages[:-1], newest), kappa, begin)
+    assert_same(found, decoding.decode_stages(prior, (newest,), kappa, begin))
 
 
 def test_curvature_along_a_long_step_is_put_back():
@@ -412,7 +413,7 @@ def test_odd_releases_leave_everything_finite(size):
             )  # fmt: skip
             stages = decoding.with_discrepancies((*stages, stage))
             kappa = decoding.sampling_ratio(stages[-1], -noise, noise)
-            mean, covariance = decoding.decode(prior, stages, kappa, (mean, covariance))
+            mean, covariance = decoding.decode_stages(prior, stages, kappa, (mean, covariance))
             whitening = next_whitening(stages[-1], prior, kappa)
             template = whitening @ stages[-1].curvature_floored @ whitening
             assert np.all(np.isfinite(mean)) and np.all(np.isfinite(whitening))
@@ -514,7 +515,7 @@ def test_errors_of_the_released_pairs_alone():
     errors = np.where(pairs, (noise + noise.swapaxes(1, 2)) / 2, 0)  # 1 on the diagonal
     errors[:, range(size), range(size)] = noise[:, range(size), range(size)]
     found = np.einsum("nij,j,nkl,l->ik", errors, one, errors, other) / len(errors)
-    expected = decoding._ensemble(stage, np.outer(one, other)) / 2
+    expected = matrix_error(np.outer(one, other), stage.pairs) / 2
     np.testing.assert_allclose(found, expected, atol=0.06)
 
 
@@ -532,7 +533,7 @@ def test_a_power_of_the_dense_block_alone():
 
 def test_the_length_of_a_step_is_uncertain_along_it_alone():
     prior, stages, kappa, begin, *_ = last_stages()
-    mean, covariance = decoding.decode(prior, stages, kappa, begin)
+    mean, covariance = decoding.decode_stages(prior, stages, kappa, begin)
     done, wider = decoding.with_step(stages, mean, covariance)
     first, later = stages[0], done[-1].step
     values = np.linalg.eigvalsh(wider - covariance)
@@ -543,7 +544,7 @@ def test_the_length_of_a_step_is_uncertain_along_it_alone():
     # A stage whose step is uncertain says less, along the step.
     newest = dataclasses.replace(done[-1], step=None)
     older = (dataclasses.replace(done[0], step=4 * step), *done[1:-1], newest)
-    _, loose = decoding.decode(prior, older, kappa, begin)
+    _, loose = decoding.decode_stages(prior, older, kappa, begin)
     along = step / np.linalg.norm(step)
     assert along @ loose @ along >= along @ covariance @ along
 
@@ -563,8 +564,8 @@ def test_a_direction_that_no_record_sees_gets_less_information(monkeypatch):
         )  # fmt: skip
         kept = decoding.believed_curvature(stage)
         np.testing.assert_allclose(np.diag(kept)[:-1], np.diag(stage.curvature)[:-1], rtol=0.03)
-        found.append(decoding.decode(prior, (stage,), 1.0)[1][-1, -1])
+        found.append(decoding.decode_stages(prior, (stage,), 1.0)[1][-1, -1])
         with monkeypatch.context() as patch:
             patch.setattr(decoding, "believed_curvature", lambda stage: stage.curvature)
-            plain.append(decoding.decode(prior, (stage,), 1.0)[1][-1, -1])
+            plain.append(decoding.decode_stages(prior, (stage,), 1.0)[1][-1, -1])
     assert 1 - np.mean(found) < 0.8 * (1 - np.mean(plain))  # the prior's variance is 1
