@@ -71,19 +71,16 @@ def less_simulated(pieces, key, gradient):
     rest = estimator.pull_back(public, Released(zeros, 0.0))  # of prior and guide
     number = probs.shape[1]
     model = pieces.scenario.reference or pieces.scenario.model
-    drawn = [
-        pieces._replace(
-            scenario=pieces.scenario._replace(
-                reference=handlers.substitute(
-                    model, {n: jnp.concatenate(y[:, j]) for n, y in outcomes.items()}
-                )
-            )
-        ).elbo_gradient(key)
-        for j in range(number)
-    ]
+
+    def drawn(j):
+        given = {n: jnp.concatenate(y[:, j]) for n, y in outcomes.items()}
+        scenario = pieces.scenario._replace(reference=handlers.substitute(model, given))
+        return pieces._replace(scenario=scenario).elbo_gradient(key)
+
     return jax.tree.map(
-        lambda own, prior, *others: own + prior - sum(others) / number, gradient, rest, *drawn
-    )
+        lambda own, prior, *others: own + prior - sum(others) / number,
+        gradient, rest, *map(drawn, range(number)),
+    )  # fmt: skip
 
 
 def path_derivative(pieces, key, gradient):

@@ -16,7 +16,7 @@ from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp import DPEM, DPMCMC, DPPBP, DPSEP, DPSVI, SGLD, DPLaplace, RegressionNetwork
 from numpyro_dp.accounting import GDP, PLD, PRV, RDP, Best
-from numpyro_dp.core import Estimator, Fold, MechanismBuilder, Sampler
+from numpyro_dp.core import Estimator, MechanismBuilder
 from numpyro_dp.estimators import (
     aligned,
     aligned_natural,
@@ -30,7 +30,6 @@ from numpyro_dp.laplace.stages import Run, Stages
 from numpyro_dp.mechanisms import AdaptiveClip, GaussianMechanism
 from numpyro_dp.model.variational import VariationalProblem
 from numpyro_dp.posterior import tail_average
-from numpyro_dp.privacy.accounting.bounds import Accountant
 from numpyro_dp.samplers import FixedSize, FullBatch, Permutation, Poisson
 
 from . import references
@@ -66,7 +65,6 @@ class EstimatorRow(NamedTuple):
     """One estimator.
 
     Attributes:
-        name: For test ids.
         build: Makes what ``DPSVI(estimator=...)`` takes.
         reference: ``(bench, key, gradient of NumPyro's loss) -> gradient`` that it must equal
             without clip and noise.
@@ -107,13 +105,7 @@ ESTIMATORS: tuple[EstimatorRow, ...] = (
 
 
 class MechanismRow(NamedTuple):
-    """One mechanism with a clip norm.
-
-    Attributes:
-        name: For test ids.
-        mechanism: What ``DPSVI(mechanism=...)`` takes.
-        clip_norm: A clip norm, as a user writes it.
-    """
+    """One mechanism with a clip norm as a user writes it."""
 
     name: str
     mechanism: MechanismBuilder
@@ -131,41 +123,21 @@ MECHANISMS: tuple[MechanismRow, ...] = (
 )  # fmt: skip
 
 
-class SamplerRow(NamedTuple):
-    """One sampler, for 40 records."""
+class Row(NamedTuple):
+    """One value of any other kind."""
 
     name: str
-    sampler: Sampler
+    value: Any
 
 
-SAMPLERS: tuple[SamplerRow, ...] = (
-    SamplerRow("poisson", Poisson(0.2)),
-    SamplerRow("fixed size", FixedSize(8)),
-    SamplerRow("permutation", Permutation(8)),
-    SamplerRow("full batch", FullBatch()),
+#: For 40 records.
+SAMPLERS = tuple(
+    Row(type(each).__name__, each)
+    for each in (Poisson(0.2), FixedSize(8), Permutation(8), FullBatch())
 )
-
-
-class AccountantRow(NamedTuple):
-    """One accountant."""
-
-    name: str
-    accountant: Accountant
-
-
-ACCOUNTANTS: tuple[AccountantRow, ...] = tuple(
-    AccountantRow(type(each).__name__, each) for each in (Best(), PLD(), PRV(), RDP(), GDP())
-)
-
-
-class FoldRow(NamedTuple):
-    """One fold, for 80 steps."""
-
-    name: str
-    fold: Fold
-
-
-FOLDS: tuple[FoldRow, ...] = (FoldRow("tail_average", tail_average(80)),)
+ACCOUNTANTS = tuple(Row(type(each).__name__, each) for each in (Best(), PLD(), PRV(), RDP(), GDP()))
+#: For 80 steps.
+FOLDS = (Row("tail_average", tail_average(80)),)
 
 
 KEY = jax.random.key(0)
@@ -200,7 +172,6 @@ class DriverRow(NamedTuple):
     """One driver.
 
     Attributes:
-        name: For test ids.
         build: ``(model of a mean, settings) -> driver``.
         entry: An entry of its signal, of several.
         columns: Axes of its records x: 1 or 2; a regression has y as well.
@@ -277,9 +248,8 @@ def pairs_to_run() -> list[Any]:
 def rows_to_run(guides_only: bool = False, simulated: bool = True) -> list[Any]:
     """Rows for ``parametrize``; those that share the ways of ``vanilla`` are extended or slow.
 
-    Args:
-        guides_only: Leaves out those that are for some guides alone.
-        simulated: Whether the model of the test can simulate outcomes.
+    ``guides_only`` leaves out those that are for some guides alone, and ``simulated=False`` those
+    that simulate outcomes.
     """
     marks = {
         "preconditioned": pytest.mark.extended,

@@ -14,6 +14,7 @@ import optax
 import pytest
 from flat import grouped
 from gaussian import gaussian
+from models import given, slopes
 from numpyro import handlers
 from numpyro.contrib.module import random_flax_module
 from numpyro.distributions import constraints
@@ -39,8 +40,6 @@ class Scenario(NamedTuple):
     """A model with its guide.
 
     Attributes:
-        name: For test ids.
-        model: The model.
         guide: Model -> guide.
         args: Random generator -> positional arguments.
         kwargs: Random generator -> keyword arguments.
@@ -62,16 +61,13 @@ class Scenario(NamedTuple):
     simulated: bool = True
 
 
-# Models.
-
-
-def regression(x, y):
-    """A vector, a scalar and a positive latent."""
-    coef = numpyro.sample("coef", dist.Normal(0, 1).expand([DIM]).to_event(1))
-    bias = numpyro.sample("bias", dist.Normal(0.5, 2))
-    scale = numpyro.sample("scale", dist.HalfNormal(2))
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ coef + bias, scale), obs=y)
+#: A vector, a scalar and a positive latent.
+regression = given(
+    lambda x, coef, bias, scale: dist.Normal(x @ coef + bias, scale), "rows",
+    coef=slopes(), bias=dist.Normal(0.5, 2), scale=dist.HalfNormal(2),
+)  # fmt: skip
+#: No constrained site: the paper's example.
+logistic = given(lambda x, coef: dist.Bernoulli(logits=x @ coef), "rows", coef=slopes())
 
 
 def subsampled(x, y):
@@ -81,13 +77,6 @@ def subsampled(x, y):
     scale = numpyro.sample("scale", dist.HalfNormal(2))
     with numpyro.plate("rows", x.shape[0], subsample_size=4) as rows:
         numpyro.sample("y", dist.Normal(x[rows] @ coef + bias, scale), obs=y[rows])
-
-
-def logistic(x, y):
-    """No constrained site: the paper's example."""
-    coef = numpyro.sample("coef", dist.Normal(0, 1).expand([DIM]).to_event(1))
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ coef), obs=y)
 
 
 def constrained(x):
@@ -167,9 +156,6 @@ def network(x, y):
         numpyro.sample("y", dist.Normal(net(x), 0.5), obs=y)
 
 
-# Hand-written guides.
-
-
 def by_hand(x, y):
     """Dense normal, and a log-normal for the positive latent."""
     loc = numpyro.param("loc", 0.1 * jnp.arange(DIM + 1.0))
@@ -245,9 +231,6 @@ def nested_list(model):
     return guide
 
 
-# Records.
-
-
 def _xy(rng):
     x = rng.normal(size=(ROWS, DIM))
     return jnp.asarray(x), jnp.asarray(x @ [1.0, -0.5] + 0.4 * rng.normal(size=ROWS))
@@ -276,14 +259,7 @@ def _keywords(rng):
     }
 
 
-def _with(guide, **options):
-    return lambda model: guide(model, **options)
-
-
-def _fixed(guide):
-    return lambda model: guide
-
-
+_with = functools.partial
 SCENARIOS: tuple[Scenario, ...] = (
     Scenario("diagonal", regression, autoguide.AutoDiagonalNormal, _xy),
     Scenario("multivariate", regression, autoguide.AutoMultivariateNormal, _xy),
@@ -295,22 +271,22 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario("delta", regression, autoguide.AutoDelta, _xy),
     Scenario("guide_list", regression, guide_list, _xy),
     Scenario("nested_list", regression, nested_list, _xy),
-    Scenario("by_hand", regression, _fixed(by_hand), _xy),
-    Scenario("by_hand_gamma", regression, _fixed(by_hand_gamma), _xy),
+    Scenario("by_hand", regression, lambda _: by_hand, _xy),
+    Scenario("by_hand_gamma", regression, lambda _: by_hand_gamma, _xy),
     Scenario("diagonal_3", regression, autoguide.AutoDiagonalNormal, _xy, particles=3,
              simulated=False),
-    Scenario("gamma_3", regression, _fixed(by_hand_gamma), _xy, particles=3, simulated=False),
+    Scenario("gamma_3", regression, lambda _: by_hand_gamma, _xy, particles=3, simulated=False),
     Scenario("logistic", logistic, autoguide.AutoDiagonalNormal, _labels),
     Scenario("constrained", constrained, autoguide.AutoNormal, _points),
-    Scenario("constrained_by_hand", constrained, _fixed(by_hand_constrained), _points),
+    Scenario("constrained_by_hand", constrained, lambda _: by_hand_constrained, _points),
     Scenario("own_params", own_params, autoguide.AutoDiagonalNormal, _xy),
     Scenario("own_params_3", own_params, autoguide.AutoMultivariateNormal, _xy, particles=3,
              simulated=False),
     Scenario("simplex_param", simplex_param, autoguide.AutoDiagonalNormal, _xy),
     Scenario("exp", regression, ExpNormal, _xy),
     Scenario("plain_cholesky", regression, PlainCholesky, _xy),
-    Scenario("shared_param", own_params, _fixed(shares_width), _xy),
-    Scenario("only_params", only_params, _fixed(no_sites), _xy, simulated=False),
+    Scenario("shared_param", own_params, lambda _: shares_width, _xy),
+    Scenario("only_params", only_params, lambda _: no_sites, _xy, simulated=False),
     Scenario("two_sites", two_sites, autoguide.AutoNormal, _tree, _keywords, public=("offset",)),
     Scenario("network", network, autoguide.AutoDiagonalNormal, _xy),
     Scenario("subsampled", subsampled, autoguide.AutoDiagonalNormal, _xy, reference=regression),
@@ -334,15 +310,7 @@ def by_name(name: str) -> Scenario:
 class Bench(NamedTuple):
     """A scenario made concrete, in the precision that was on when :func:`bench` was called.
 
-    Attributes:
-        scenario: Which.
-        dpsvi: A driver without clip, noise and sampling.
-        guide: The guide of the driver.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        problem: Model and guide as functions.
-        arrays: The record arrays.
-        params: Unconstrained parameters away from where they start.
+    The driver has no clip, noise or sampling, and the parameters are away from where they start.
     """
 
     scenario: Scenario

@@ -9,10 +9,9 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 import pytest
 from gaussian import gaussian
+from models import scored, slopes
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp.mechanisms import AdaptiveClip
@@ -115,12 +114,6 @@ def test_dropping_a_record_moves_the_sum_by_at_most_the_sensitivity(row, blocks)
     assert largest > 0.99  # signal and indicators at their bounds at once
 
 
-def linear(x):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.factor("y", x @ w)
-
-
 @pytest.mark.extended
 def test_sums_of_many_indicators_are_exact():
     """Floats added up would move by more: the bound holds without any allowance for rounding."""
@@ -128,20 +121,15 @@ def test_sums_of_many_indicators_are_exact():
     x = np.zeros((size, 4), np.float32)
     x[:, 0] = np.where(np.arange(size) % 3, 1e6, 1e-3)
     scenario = single("diagonal").scenario._replace(
-        model=linear, guide=AutoDiagonalNormal, args=lambda rng: (jnp.asarray(x),)
+        model=scored(lambda x, w: x @ w, "rows", w=slopes()),
+        guide=AutoDiagonalNormal,
+        args=lambda rng: (jnp.asarray(x),),
     )
     for row in FIRST_TWO:
         pieces = bench(scenario, row)
-        estimator = row.build()(pieces.problem)
         clip = AdaptiveClip(0.37, share=0.23)
-        mechanism = gaussian(clip, 0.0)
-
-        @jax.jit
-        def total(mask, estimator=estimator, mechanism=mechanism, pieces=pieces):
-            public = estimator.prepare(KEY, pieces.params)
-            return bounded_sum(estimator, mechanism, public, pieces.arrays, mask)
-
-        sums = [total(jnp.arange(size) >= number) for number in range(30)]
+        total = jax.jit(functools.partial(pieces.total(row), clip, pieces.params, KEY))
+        sums = [total(pieces.arrays, jnp.arange(size) >= number) for number in range(30)]
         moves = [change(*two) / gaussian(clip, 0.0).sensitivity for two in itertools.pairwise(sums)]
         assert 0.98 < max(moves) <= 1
         entries = [float(found[INDICATOR]) for found in sums]

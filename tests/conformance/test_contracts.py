@@ -1,5 +1,6 @@
 """What every mechanism, sampler, accountant, fold and driver must do; each test names its row."""
 
+import functools
 import inspect
 import math
 import pickle
@@ -14,15 +15,16 @@ import optax
 import pytest
 from dp_accounting import GaussianDpEvent, NonPrivateDpEvent
 from dp_accounting.dp_event import DpEvent
-from flat import grouped
+from flat import dpsvi
 from hypothesis import strategies as st
 from jax.flatten_util import ravel_pytree
+from models import mean_of, of, scored
 from numpyro.infer.autoguide import AutoDiagonalNormal
 from scipy import stats
 
-from numpyro_dp import DPSVI, SEP, BudgetError, Privacy, PrivacyBudget, PrivacyReport, secret_key
+from numpyro_dp import SEP, BudgetError, Privacy, PrivacyBudget, PrivacyReport, secret_key
 from numpyro_dp.accounting import UnsupportedEventError
-from numpyro_dp.core import Estimator, Fold, Mechanism, MechanismState, Sampler
+from numpyro_dp.core import Estimator, Fold, Mechanism, MechanismState, Problem, Sampler
 from numpyro_dp.estimators import aligned
 from numpyro_dp.mechanisms import GaussianMechanism, LossRelease
 from numpyro_dp.privacy.accounting.bounds import Accountant
@@ -49,8 +51,13 @@ from .scenarios import single
 from .test_neighbours import ROUNDING, change, fast, norm, numbers, seeds
 
 KEY = jax.random.key(0)
-LIKE = {"a": np.zeros(3, np.float32), "b": np.zeros((), np.float32), "c": np.zeros((2, 2))}
+SHAPES = {"a": (3,), "b": (), "c": (2, 2)}
 WHOLE = Estimator(lambda *_: (), lambda _, example: example, lambda *_: ())  # the record itself
+
+
+def check_leaves(check, one, other, **options):
+    for pair in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+        check(*pair, **options)
 
 
 def mechanism_of(row, noise_multiplier=1.0):
@@ -58,27 +65,20 @@ def mechanism_of(row, noise_multiplier=1.0):
     return build_mechanism(row.mechanism, norm, noise_multiplier, 10.0)
 
 
+unit = dist.Normal(0, 1)
+product = scored(lambda x, a, b: a * x[:, 0] + b * x[:, 1], "rows", a=unit, b=unit)
+
+
 def run_of(row, **options):
     """A driver whose record's signal is the record, for the rows of mechanisms."""
+    settings = {"budget": PrivacyBudget(2.0, 1e-3), "num_steps": 8, "mechanism": row.mechanism}
+    return dpsvi(product, AutoDiagonalNormal, optax.sgd(0.01), clip_norm=row.clip_norm,
+                 **settings | options)  # fmt: skip
 
-    def model(x):
-        a = numpyro.sample("a", dist.Normal(0, 1))
-        b = numpyro.sample("b", dist.Normal(0, 1))
-        with numpyro.plate("rows", x.shape[0]):
-            numpyro.factor("f", a * x[:, 0] + b * x[:, 1])
 
-    settings = {"budget": PrivacyBudget(2.0, 1e-3), "sampler": FullBatch(), "num_steps": 8}
-    return DPSVI(
-        model,
-        AutoDiagonalNormal(model),
-        optax.sgd(0.01),
-        **grouped(
-            estimator=aligned(),
-            clip_norm=row.clip_norm,
-            mechanism=row.mechanism,
-            **settings | options,
-        ),
-    )
+def result_of(row, num_steps=8, init_state=None, **options):
+    svi = run_of(row, **options)
+    return svi.run(KEY, num_steps, X, init_state=init_state, progress_bar=False)
 
 
 def renamed(row, entry):
@@ -109,12 +109,8 @@ def test_a_mechanism_moves_by_at_most_its_sensitivity(row):
     @hypothesis.given(st.lists(numbers, min_size=1, max_size=12), seeds)
     def check(values, seed):
         nonlocal largest
-        rng = np.random.default_rng(seed)
-        drawn = np.asarray(values, np.float32)
-        examples = {
-            name: rng.choice(drawn, (6, *leaf.shape)).astype(np.float32)
-            for name, leaf in LIKE.items()
-        }
+        rng, drawn = np.random.default_rng(seed), np.asarray(values, np.float32)
+        examples = {name: rng.choice(drawn, (6, *shape)) for name, shape in SHAPES.items()}
         every = np.ones(6, bool)
         one_less = every & (np.arange(6) > 0)
         whole, dropped = total(examples, every), total(examples, one_less)
@@ -122,10 +118,7 @@ def test_a_mechanism_moves_by_at_most_its_sensitivity(row):
         assert change(whole, dropped) <= mechanism.sensitivity * ROUNDING
         largest = max(largest, change(whole, dropped) / mechanism.sensitivity)
         examples["a"][0, 1] = np.nan
-        for one, other in zip(
-            *map(jax.tree.leaves, (total(examples, every), dropped)), strict=True
-        ):
-            np.testing.assert_array_equal(one, other)
+        check_leaves(np.testing.assert_array_equal, total(examples, every), dropped)
 
     check()
     assert largest > 0.97
@@ -142,8 +135,7 @@ def test_fast_sums_are_the_definition(row):
     mask = jnp.ones(pieces.arrays[0].shape[0], bool)
     data = estimator, mechanism, public, pieces.arrays, mask
     found, expected = bounded_sum(*data), bounded_sum_by_definition(*data)
-    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-5 * mechanism.sensitivity)
+    check_leaves(np.testing.assert_allclose, found, expected, atol=2e-5 * mechanism.sensitivity)
     assert norm(expected) > 0.1
 
 
@@ -185,55 +177,51 @@ def test_a_run_of_a_mechanism(row):
     svi = run_of(row, secret_key=5, repetition=True)
     whole = svi.run(KEY, 8, X, progress_bar=False)
     assert 1.98 < whole.privacy.epsilon <= 2.0
+    noise = float(whole.state.noise_multiplier)
+    assert noise == pytest.approx(whole.privacy.noise_multiplier)
     half = svi.run(KEY, 4, X, progress_bar=False)
     rest = svi.run(KEY, 4, X, init_state=half.state, progress_bar=False)
     state = svi.init(KEY, X)
     for _ in range(8):
         state, _ = svi.update(state, X)
     for found in (rest.params, svi.get_params(state)):
-        for one, other in zip(*map(jax.tree.leaves, (found, whole.params)), strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+        check_leaves(np.testing.assert_allclose, found, whole.params, rtol=1e-4, atol=1e-5)
     swept = svi.sweep(jax.random.split(KEY, 2), 8, X, epsilon=[1.0, 2.0])
     assert [0.98 * e < r.epsilon <= e for e, r in zip((1, 2), swept.privacy[::2], strict=True)]
-    released = run_of(row, loss_release=LossRelease(5.0)).run(KEY, 8, X, progress_bar=False)
+    released = result_of(row, loss_release=LossRelease(5.0))
     assert np.isfinite(released.losses.values).all() and released.privacy.epsilon <= 2.0
 
 
 @pytest.mark.full
 @by_row(MECHANISMS)
 def test_a_replaced_record_costs_twice_the_sensitivity(row):
-    row = renamed(row, "a")
     noise = [
-        run_of(row, budget=PrivacyBudget(2.0, 1e-3, relation))
-        .run(KEY, 8, X, progress_bar=False).privacy.noise_multiplier
+        result_of(
+            renamed(row, "a"), budget=PrivacyBudget(2.0, 1e-3, relation)
+        ).privacy.noise_multiplier
         for relation in ("add_or_remove_one", "replace_one")
-    ]  # fmt: skip
+    ]
     assert noise[1] == pytest.approx(2 * noise[0], rel=0.01)
 
 
 @pytest.mark.full
 def test_a_state_goes_on_with_its_mechanism_alone():
     first, other = MECHANISMS[0], next(row for row in MECHANISMS if row.name == "automatic")
-    half = run_of(first).run(KEY, 4, X, progress_bar=False)
+    half = result_of(first, 4)
     with pytest.raises(BudgetError, match="mechanism=GaussianMechanism"):
-        run_of(other._replace(clip_norm=1.5)).run(
-            KEY, 4, X, init_state=half.state, progress_bar=False
-        )
+        result_of(other._replace(clip_norm=1.5), 4, half.state)
 
 
 @pytest.mark.full
 def test_correlated_noise_is_accounted_for_as_a_whole():
     row = next(row for row in MECHANISMS if row.name == "correlated")
-    result = run_of(row, budget=None, noise_multiplier=4.0).run(KEY, 8, X, progress_bar=False)
+    result = result_of(row, budget=None, noise_multiplier=4.0)
     gain = (1 - 0.5**8) / 0.5 * math.sqrt(8)
     assert result.privacy.event == GaussianDpEvent(4.0 / gain)
     with pytest.raises(ValueError, match=r"Expected sampler=FullBatch\(\)"):
-        run_of(row, sampler=Poisson(0.2)).run(KEY, 8, X, progress_bar=False)
-
-
-def test_a_driver_without_noise_refuses_correlated_noise_too():
+        result_of(row, sampler=Poisson(0.2))
     with pytest.raises(ValueError, match=r"mechanism=CorrelatedNoise\(decay=0.5\) adds noise that"):
-        SEP(mean_model, privacy=Privacy(mechanism=MECHANISMS[-1].mechanism))
+        SEP(mean_model, privacy=Privacy(mechanism=row.mechanism))
 
 
 @pytest.mark.parametrize("wrong", [GaussianMechanism, lambda clip_norm, noise: 3, [1], None])
@@ -249,20 +237,32 @@ def test_what_makes_no_mechanism_is_refused(wrong):
 @pytest.mark.every_case
 @by_row(SAMPLERS)
 def test_a_sampler_is_a_value_with_a_stable_state(row):
-    sampler = row.sampler
+    sampler, event, traces = row.value, GaussianDpEvent(2.0), []
     assert isinstance(sampler, Sampler)
     assert hash(sampler) == hash(type(sampler)(**vars(sampler)))
+
+    @jax.jit
+    def step(state):
+        traces.append(1)
+        return sampler.next(state)
+
     state = sampler.init(secret_key(1), 40)
     batch, after = sampler.next(state)
     assert jax.tree.structure(state) == jax.tree.structure(after)
     assert after.num_examples == 40
     assert after.key.dtype == state.key.dtype
-    jitted, jitted_after = jax.jit(sampler.next)(state)
-    for a, b in zip(jax.tree.leaves(batch), jax.tree.leaves(jitted), strict=True):
-        np.testing.assert_array_equal(a, b)
-        assert a.dtype in (jnp.int32, bool)
-    same = jax.random.key_data(after.key) == jax.random.key_data(jitted_after.key)
-    assert bool(same.all())
+    jitted, jitted_after = step(state)
+    check_leaves(np.testing.assert_array_equal, batch, jitted)
+    assert all(leaf.dtype in (jnp.int32, bool) for leaf in jax.tree.leaves(batch))
+    assert (jax.random.key_data(after.key) == jax.random.key_data(jitted_after.key)).all()
+    for each in (jitted_after, sampler.init(secret_key(2), 40)):
+        step(each)
+    assert len(traces) == 1  # compiled once
+    # What it says to the accountant.
+    assert isinstance(sampler.amplify(event, 40), DpEvent)
+    assert 1 <= sampler.compositions(40, 10) <= 10
+    assert sampler.relation in ("add_or_remove_one", "replace_one")
+    assert 0 <= sampler.failure_prob(40) < 1e-6 and 0 <= sampler.total_variation(40) < 1e-6
 
 
 @pytest.mark.full
@@ -271,58 +271,38 @@ def test_a_sampler_moves_its_key_on_and_draws_side_by_side(row):
     keys = jax.random.split(secret_key(2), 4)
 
     def draw(key):
-        return row.sampler.next(row.sampler.init(key, 40))
+        return row.value.next(row.value.init(key, 40))
 
     several, states = jax.jit(jax.vmap(draw))(keys)
     for i, key in enumerate(keys):
         batch, state = draw(key)
-        for a, b in zip(jax.tree.leaves(batch), jax.tree.leaves(several), strict=True):
-            np.testing.assert_array_equal(a, b[i])
+        check_leaves(lambda a, b, i=i: np.testing.assert_array_equal(a, b[i]), batch, several)
         assert (jax.random.key_data(state.key) == jax.random.key_data(states.key[i])).all()
-        if row.name != "full batch":  # which draws nothing
+        if row.name != "FullBatch":  # which draws nothing
             # The key has moved on by a split, so the state does not hold what drew the batch.
             assert not (jax.random.key_data(state.key) == jax.random.key_data(key)).any()
 
 
 @pytest.mark.full
 @by_row(SAMPLERS)
-def test_a_sampler_is_compiled_once(row):
-    traces = []
-
-    @jax.jit
-    def step(state):
-        traces.append(1)
-        return row.sampler.next(state)
-
-    state = row.sampler.init(secret_key(1), 40)
-    for _ in range(4):
-        _, state = step(state)
-    step(row.sampler.init(secret_key(2), 40))
-    assert len(traces) == 1
-
-
-@pytest.mark.full
-@by_row(SAMPLERS)
 def test_a_sampler_draws_the_same_in_double_precision(row):
     def draws():
-        state, found = row.sampler.init(secret_key(3), 40), []
+        state, found = row.value.init(secret_key(3), 40), []
         for _ in range(5):
-            batch, state = row.sampler.next(state)
-            found += jax.tree.leaves(batch)
+            batch, state = row.value.next(state)
+            found.append(batch)
         return found
 
     plain = draws()
     with x64():
         wide = draws()
-    for a, b in zip(plain, wide, strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
+    check_leaves(functools.partial(np.testing.assert_array_equal, strict=True), plain, wide)
 
 
 @pytest.mark.full
 @by_row(SAMPLERS)
 def test_a_sampler_includes_each_record_as_often_as_it_says(row):
-    sampler, steps = row.sampler, 4000
+    sampler, steps = row.value, 4000
 
     def step(state, _):
         batch, state = sampler.next(state)
@@ -337,26 +317,20 @@ def test_a_sampler_includes_each_record_as_often_as_it_says(row):
     assert error <= 5 * math.sqrt(max(prob * (1 - prob), 1e-12) / steps)
 
 
-@pytest.mark.every_case
-@by_row(SAMPLERS)
-def test_what_a_sampler_says_to_the_accountant(row):
-    sampler, event = row.sampler, GaussianDpEvent(2.0)
-    assert isinstance(sampler.amplify(event, 40), DpEvent)
-    assert 1 <= sampler.compositions(40, 10) <= 10
-    assert sampler.relation in ("add_or_remove_one", "replace_one")
-    assert 0 <= sampler.failure_prob(40) < 1e-6 and 0 <= sampler.total_variation(40) < 1e-6
-
-
 # Accountants.
+
+
+class Unknown(DpEvent):
+    """An event of nobody."""
 
 
 @pytest.mark.every_case
 @by_row(ACCOUNTANTS)
 def test_an_accountant_bounds_what_is_known_exactly(row):
-    assert isinstance(row.accountant, Accountant)
-    assert hash(row.accountant) == hash(pickle.loads(pickle.dumps(row.accountant)))
+    assert isinstance(row.value, Accountant)
+    assert hash(row.value) == hash(pickle.loads(pickle.dumps(row.value)))
     for noise, delta in ((0.7, 1e-5), (3.0, 1e-3), (20.0, 1e-6)):
-        bound = row.accountant.epsilon(GaussianDpEvent(noise), delta, "add_or_remove_one")
+        bound = row.value.epsilon(GaussianDpEvent(noise), delta, "add_or_remove_one")
         # Balle and Wang (2018): the exact delta of the Gaussian mechanism at that epsilon.
         mu, epsilon = 1 / noise, bound.upper
         exact = stats.norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * stats.norm.cdf(
@@ -364,18 +338,11 @@ def test_an_accountant_bounds_what_is_known_exactly(row):
         )
         assert exact <= delta * (1 + 1e-6)
         assert bound.estimate is None or bound.estimate <= bound.upper
-        assert row.accountant.epsilon(GaussianDpEvent(noise), delta / 10, bound.relation).upper > (
+        assert row.value.epsilon(GaussianDpEvent(noise), delta / 10, bound.relation).upper > (
             bound.upper
         )
-
-
-@by_row(ACCOUNTANTS)
-def test_an_accountant_refuses_what_it_cannot_bound(row):
-    class Unknown(DpEvent):
-        """An event of nobody."""
-
     with pytest.raises(UnsupportedEventError):
-        row.accountant.epsilon(Unknown(), 1e-5, "add_or_remove_one")
+        row.value.epsilon(Unknown(), 1e-5, "add_or_remove_one")
 
 
 # Folds.
@@ -384,16 +351,16 @@ def test_an_accountant_refuses_what_it_cannot_bound(row):
 @pytest.mark.every_case
 @by_row(FOLDS)
 def test_a_fold_carries_a_stable_state(row):
-    fold = row.fold
+    fold = row.value
     assert isinstance(fold, Fold)
     assert fold.num_steps in (None, 80)
     params = {"loc": jnp.zeros(3), "scale": jnp.ones(())}
     state = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)), fold.init(params))
-    like = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    like = jax.eval_shape(lambda: state)
     update = jax.jit(fold.update)
     for step in range(80):
         state = update(state, jax.tree.map(lambda x, step=step: x + step, params))
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == like
+        assert jax.eval_shape(lambda state=state: state) == like
     assert update._cache_size() == 1
     values = [np.asarray(x) for x in jax.tree.leaves(fold.result(state)) if np.ndim(x)]
     assert values and all(np.isfinite(x).all() for x in values)
@@ -402,17 +369,11 @@ def test_a_fold_carries_a_stable_state(row):
 # Drivers.
 
 
-def mean_model(x):
-    mean = numpyro.sample("mean", dist.Normal(0, 3))
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
-
-
-def two_latents(x):
-    mean = numpyro.sample("mean", dist.Normal(0, 3))
-    shift = numpyro.sample("shift", dist.Normal(0, 1))
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("x", dist.Normal(mean + shift, 1), obs=x)
+mean_model = mean_of(3)
+two_latents = of(
+    lambda mean, shift: dist.Normal(mean + shift, 1), mean=dist.Normal(0, 3),
+    shift=dist.Normal(0, 1),
+)  # fmt: skip
 
 
 def data_of(row):
@@ -450,10 +411,36 @@ def test_a_driver_shows_every_setting_and_takes_it(row):
     with pytest.raises(ValueError, match="Expected a budget or a noise_multiplier, got neither"):
         driver_of(row, noise_multiplier=None)
     if "clip_norm" not in row.lacks:
-        with pytest.raises(
-            TypeError, match="missing .* required (keyword-only )?argument: 'clip_norm'"
-        ):
+        with pytest.raises(TypeError, match="missing .* required .*argument: 'clip_norm'"):
             row.build(mean_model, sampler=FullBatch())
+
+
+@pytest.mark.every_case
+@by_row(DRIVERS)
+def test_every_method_fits_a_problem(row):
+    data = data_of(row)
+    driver, _ = row.begin(driver_of(row), data)
+    problem = driver._session(data, {}).problem
+    assert isinstance(problem, Problem)
+    assert problem.num_examples == 40
+    blank, rows = problem.blank_example(), problem.rows(data, {})
+    assert [leaf.shape for leaf in blank] == [leaf.shape[1:] for leaf in rows.arrays]
+    assert problem.numbered == (len(blank) > len(data))
+    assert isinstance(problem.at(rows.shared), Problem)
+
+
+@pytest.mark.every_case
+@by_row([row for row in DRIVERS if row.columns == 1])
+def test_a_keyword_of_the_constructor_is_not_given_to_a_call_too(row):
+    def scaled(x, scale=1.0):
+        mean = numpyro.sample("mean", dist.Normal(0, scale))
+        with numpyro.plate("records", x.shape[0]):
+            numpyro.sample("x", dist.Normal(mean, 1.0), obs=x)
+
+    driver = row.build(scaled, **_least(row), noise_multiplier=3.0, scale=2.0)
+    steps = () if row.name in ("DPLaplace", "DPMCMC") else (3,)
+    with pytest.raises(TypeError, match="'scale'.*given twice"):
+        driver.run(KEY, *steps, *data_of(row), scale=3.0)
 
 
 @by_row(DRIVERS, ALL_IN_FULL)

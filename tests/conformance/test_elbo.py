@@ -10,13 +10,12 @@ from numpyro_dp.core import MechanismState, Released
 from numpyro_dp.sums.bounded import bounded_sum
 
 from .registry import x64
-from .scenarios import bench, by_name, fast_where, row_numbers, rows_for, single
+from .scenarios import NAMES, bench, by_name, fast_where, row_numbers, rows_for, single
 
 FAST = (
     "diagonal", "multivariate", "lowrank", "iaf", "normal", "delta", "guide_list", "by_hand",
     "simplex_param", "exp",
 )  # fmt: skip
-FAST_DOUBLE = ("diagonal",)
 
 
 def relative(found, expected):
@@ -62,7 +61,7 @@ def test_gradient_is_the_elbo_gradient(name):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", fast_where(FAST_DOUBLE))
+@pytest.mark.parametrize("name", NAMES)
 def test_gradient_is_the_elbo_gradient_in_double_precision(name):
     with x64():
         errors = gradient_errors(bench(by_name(name)))

@@ -9,10 +9,10 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 import numpyro.distributions as dist
 import pytest
 from gaussian import gaussian
+from models import given, slopes
 
 from numpyro_dp.mechanisms import LossRelease
 from numpyro_dp.samplers import FixedSize, FullBatch, Permutation, Poisson
@@ -35,26 +35,10 @@ FAST = (
     ("delta", True), ("diagonal_3", False), ("network", False),
 )  # fmt: skip
 
+SIZES = 1.0, 9.0, 1e6, 1e30, np.inf
+HARD = 0.0, np.nan, 1e-30, 1e18, 3e19, *(sign * size for sign in (1, -1) for size in SIZES)
 numbers = st.one_of(
-    st.sampled_from(
-        [
-            0.0,
-            1.0,
-            -1.0,
-            np.nan,
-            np.inf,
-            -np.inf,
-            1e30,
-            -1e30,
-            1e18,
-            3e19,
-            1e-30,
-            9.0,
-            -9.0,
-            1e6,
-            -1e6,
-        ]
-    ),
+    st.sampled_from(HARD),
     st.floats(-4, 4, width=32),
     st.floats(width=32, allow_nan=True, allow_infinity=True),
     st.builds(lambda sign, power: sign * 10.0**power, st.sampled_from([-1, 1]), st.floats(-30, 30)),
@@ -135,9 +119,9 @@ def test_dropping_or_replacing_a_record(name, blocks):
     @hypothesis.given(st.lists(numbers, min_size=1, max_size=12), seeds)
     def check(values, seed):
         pool, numbers = records(pieces.arrays, values, seed), row_numbers(ROWS + 1)
-        taken = slice(ROWS), slice(1, ROWS), slice(1, None)
         whole, dropped, replaced = (
-            sums(tuple(rows[part] for rows in pool), numbers[part]) for part in taken
+            sums(tuple(rows[part] for rows in pool), numbers[part])
+            for part in (slice(ROWS), slice(1, ROWS), slice(1, None))
         )
         for row, bound in sensitivity.items():
             assert np.isfinite(norm(whole[row]))
@@ -174,10 +158,7 @@ def test_what_a_step_releases(row, sampler, release):
     step = jax.jit(lambda state, rows: session._step(state, rows)[1])
     mechanism = session._mechanism(state.mechanism_state, jnp.zeros(()))
     bound = mechanism.sensitivity
-    if release is None:
-        assert bound == pytest.approx(clip, rel=1e-6)
-    else:
-        assert bound == pytest.approx(clip / math.sqrt(1 - 0.2))
+    assert bound == pytest.approx(clip / math.sqrt(1 - (0.2 if release else 0)))
     batch, _ = sampler.next(state.sampler_state)
     size = pieces.arrays[0].shape[0]
     mask = np.ones(size, bool) if batch.mask is None else np.asarray(batch.mask)
@@ -197,10 +178,8 @@ def test_what_a_step_releases(row, sampler, release):
         blank = tuple(np.array(array) for array in arrays)
         for array in blank:
             array[who] = np.nan  # counts as 0: the record is not there
-        released = [
-            step(state, session.rows(data, pieces.kwargs)).released.total
-            for data in (arrays, blank)
-        ]
+        rows = [session.rows(data, pieces.kwargs) for data in (arrays, blank)]
+        released = [step(state, each).released.total for each in rows]
         moved = change(*released) * session.inclusion_prob
         assert np.isfinite(norm(released[0]))
         assert moved <= bound * ROUNDING * (who in taken)
@@ -211,10 +190,7 @@ def test_what_a_step_releases(row, sampler, release):
     assert largest > (0.9 if release is None else 0.8)
 
 
-def line(x, y):
-    coef = numpyro.sample("coef", dist.Normal(0, 1).expand([DIM]).to_event(1))
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ coef, 1.0), obs=y)
+line = given(lambda x, coef: dist.Normal(x @ coef, 1.0), "rows", coef=slopes())
 
 
 def sum_of(row, args):
@@ -263,9 +239,7 @@ def test_a_record_with_nan_or_infinity_says_nothing(row):
             np.testing.assert_array_equal(one, other, err_msg=f"{number} {bad}")
 
 
-def test_rows_of_the_registry_are_distinct_and_the_named_guides_are_there():
+def test_rows_of_the_registry_are_distinct():
     assert all(isinstance(row, EstimatorRow) for row in ESTIMATORS)
     assert len({row.name for row in ESTIMATORS}) == len(ESTIMATORS) >= 2
-    names = {scenario.name for scenario in SCENARIOS}
-    assert len(names) == len(SCENARIOS)
-    assert names >= {"diagonal", "multivariate", "lowrank", "iaf", "bnaf", "normal", "delta"}
+    assert len({scenario.name for scenario in SCENARIOS}) == len(SCENARIOS)

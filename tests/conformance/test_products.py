@@ -1,7 +1,6 @@
 """Weights of layers are summed as products of matrices: the sum, its bound, its memory."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +9,13 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import dpsvi
 from gaussian import gaussian
 from jax import lax
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 
-from numpyro_dp import DPSVI, Privacy
 from numpyro_dp.core import Estimator, FactoredSignal
 from numpyro_dp.estimators import aligned, vanilla
-from numpyro_dp.samplers import FullBatch
 from numpyro_dp.sums.bounded import bounded_sum
 from numpyro_dp.sums.contraction import split_scalar
 from numpyro_dp.sums.microbatches import Compensated, Shards, over_microbatches
@@ -29,24 +27,21 @@ from .registry import x64
 KEY = jax.random.key(0)
 
 
-def layer(name: str, *shape: int) -> Any:
+def layer(name, *shape):
     return numpyro.sample(name, dist.Normal(0, 1).expand(shape).to_event(len(shape)))
 
 
-def dense(x: Any, y: Any) -> None:
+def dense(x, y):
     first, bias, second = layer("first", 24, 16), layer("bias", 16), layer("second", 16, 12)
     last = layer("last", 12)
     with numpyro.plate("records", len(x)):
-        hidden = jnp.tanh(jnp.tanh(x.reshape(-1, 24) @ first + bias) @ second)
+        hidden = jnp.tanh(jnp.tanh(x @ first + bias) @ second)
         numpyro.sample("y", dist.Normal(hidden @ last, 1), obs=y)
 
 
-def convolutional(x: Any, y: Any) -> None:
-    kernel, second, last = (
-        layer("kernel", 3, 2, 1, 4),
-        layer("second", 5, 4, 3, 2),
-        layer("last", 60),
-    )
+def convolutional(x, y):
+    kernel, second = layer("kernel", 3, 2, 1, 4), layer("second", 5, 4, 3, 2)
+    last = layer("last", 60)
     with numpyro.plate("records", len(x)):
         seen = lax.conv_general_dilated(
             x.reshape(-1, 6, 4, 1), kernel, (2, 1), [(1, 1), (0, 2)], rhs_dilation=(1, 2),
@@ -59,46 +54,48 @@ def convolutional(x: Any, y: Any) -> None:
         numpyro.sample("y", dist.Normal(jnp.tanh(seen).reshape(-1, 60) @ last, 1), obs=y)
 
 
-def data(number: int) -> tuple[Any, Any]:
+def wide(x, y):
+    first, last = layer("first", 24, 2_000), layer("last", 2_000)
+    with numpyro.plate("records", len(x)):
+        numpyro.sample("y", dist.Normal(jnp.tanh(x @ first) @ last, 1), obs=y)
+
+
+def wide_params(x, y):
+    first = numpyro.param("first", lambda key: jax.random.normal(key, (24, 2_000)) / 5)
+    last = numpyro.param("last", lambda key: jax.random.normal(key, (2_000,)) / 50)
+    with numpyro.plate("records", len(x)):
+        numpyro.sample("y", dist.Normal(jnp.tanh(x @ first) @ last, 1), obs=y)
+
+
+def data(number):
     rng = np.random.default_rng(1)
-    return (
-        jnp.asarray(rng.normal(size=(number, 24)).astype(np.float32)),
-        jnp.asarray(rng.normal(size=number).astype(np.float32)),
-    )
+    x, y = rng.normal(size=(number, 24)), rng.normal(size=number)
+    return jnp.asarray(x.astype(np.float32)), jnp.asarray(y.astype(np.float32))
 
 
-def prepared(model: Any, number: int) -> tuple[Any, Any]:
-    """The estimator and its public values at a draw from the prior."""
-    svi = DPSVI(model, AutoDelta(model), optax.sgd(0.1), estimator=aligned(), clip_norm=1.0,
-                sampler=FullBatch(),
-                privacy=Privacy(noise_multiplier=1.0, secret_key=1, repetition=True))  # fmt: skip
+def total_of(model, number, norm, size=None, guide=AutoDelta, build=aligned, sum_of=bounded_sum):
+    """The compiled sum of records and a mask, at a draw from the prior."""
+    svi = dpsvi(model, guide, optax.sgd(0.1), secret_key=1, repetition=True)
     state = svi.init(KEY, *data(number))
-    estimator = aligned()(svi._session(data(number), {}).problem)
-    return estimator, estimator.prepare(KEY, svi.optim.get_params(state.optim_state))
+    estimator = build()(svi._session(data(number), {}).problem)
+    public = estimator.prepare(KEY, svi.optim.get_params(state.optim_state))
+    return jax.jit(functools.partial(sum_of, estimator, gaussian(norm, 1.0), public, rows=size))
 
 
-def sums(model: Any, number: int, norm: float, bad: bool, size: Any) -> tuple[Any, Any]:
-    estimator, public = prepared(model, number)
-    x, y = data(number)
-    mask = jnp.arange(number) % 7 != 3
-    x = x.at[3].set(jnp.nan).at[5].set(jnp.inf) if bad else x
-    mechanism = gaussian(norm, 1.0)
-
-    def of(sum_of: Any) -> Any:
-        total = functools.partial(sum_of, estimator, mechanism, public, rows=size)
-        return jax.jit(total)((x, y), mask)
-
-    return of(bounded_sum), of(bounded_sum_by_definition)
+SUMS = bounded_sum, bounded_sum_by_definition
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("model", [dense, convolutional])
 @pytest.mark.parametrize("size", [None, 7])
 @pytest.mark.parametrize(("number", "norm", "bad"), [(30, np.inf, False), (400, 1e-3, True)])
-def test_the_sum_is_the_definition(
-    model: Any, number: int, norm: float, bad: bool, size: Any
-) -> None:
-    found, expected = sums(model, number, norm, bad, size)
+def test_the_sum_is_the_definition(model, number, norm, bad, size):
+    x, y = data(number)
+    x = x.at[3].set(jnp.nan).at[5].set(jnp.inf) if bad else x
+    mask = jnp.arange(number) % 7 != 3
+    found, expected = (
+        total_of(model, number, norm, size, sum_of=each)((x, y), mask) for each in SUMS
+    )
     assert set(found) == set(expected)
     # Where all are clipped, they are shorter by the margin for rounding.
     shorter = model is dense and norm < np.inf
@@ -108,8 +105,12 @@ def test_the_sum_is_the_definition(
         np.testing.assert_allclose(found[name] / scale, ratio * expected[name] / scale, atol=2e-5)
 
 
-def test_layers_are_recognised() -> None:
-    def two_layers(weights: Any, x: Any) -> Any:
+def multiply(s, f):
+    return jnp.einsum("ni,nj->ij", f, s, precision=lax.Precision.HIGHEST)
+
+
+def test_layers_are_recognised():
+    def two_layers(weights, x):
         return jnp.sum(jnp.tanh(x @ weights["a"]) @ weights["b"])
 
     weights = {"a": jnp.ones((3, 4)), "b": jnp.ones((4, 2))}
@@ -118,33 +119,30 @@ def test_layers_are_recognised() -> None:
     assert [(c.leaf, c.derived, c.outer) for c in split.contractions] == [
         (0, False, True), (1, True, True),
     ]  # fmt: skip
+
     # The factors of one product: one of them is a parameter like others.
-    split = split_scalar(
-        lambda w, x: jnp.sum(jnp.exp(x) * (w["a"][:, 0] @ w["a"][:, 1])), weights, jnp.ones(3),
-        layers=True,
-    )  # fmt: skip
-    assert split.contractions == ()
-    split = split_scalar(
-        lambda w, x: x[0] * (w["c"] @ w["d"]), {"c": jnp.ones(2), "d": jnp.ones(2)}, jnp.ones(3),
-        layers=True,
-    )  # fmt: skip
+    def own_product(w, x):
+        return jnp.sum(jnp.exp(x) * (w["a"][:, 0] @ w["a"][:, 1]))
+
+    def product(w, x):
+        return x[0] * (w["c"] @ w["d"])
+
+    assert split_scalar(own_product, weights, jnp.ones(3), layers=True).contractions == ()
+    vectors = {"c": jnp.ones(2), "d": jnp.ones(2)}
+    split = split_scalar(product, vectors, jnp.ones(3), layers=True)
     assert [c.leaf for c in split.contractions] == [0] and split.rest == (1,)
 
 
 @pytest.mark.parametrize("number", [1, 63, 64, 200, 1_000, 5_000])
-def test_rounding_is_within_its_bound(number: int) -> None:
+def test_rounding_is_within_its_bound(number):
     rng = np.random.default_rng(number)
-    slopes = rng.normal(size=(number, 3)).astype(np.float32) * 10.0 ** rng.integers(-3, 4, number)[
-        :, None
-    ].astype(np.float32)
+    sizes = 10.0 ** rng.integers(-3, 4, (number, 1))
+    slopes = (rng.normal(size=(number, 3)) * sizes).astype(np.float32)
     factors = rng.normal(size=(number, 5)).astype(np.float32)
     norms = np.linalg.norm(slopes, axis=1) * np.linalg.norm(factors, axis=1)
     weights = (1 / norms).astype(np.float32)
     weights[::11] = 0
     slopes[::11] = np.nan
-
-    def multiply(s: Any, f: Any) -> Any:
-        return jnp.einsum("ni,nj->ij", f, s, precision=lax.Precision.HIGHEST)
 
     longest = longest_product(number, jnp.float32)
     found = jax.jit(lambda *a: sum(product_sum(multiply, *a, longest)))(slopes, factors, weights)
@@ -155,16 +153,13 @@ def test_rounding_is_within_its_bound(number: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 7, 5_000])
-def test_what_rounding_loses_is_carried_along(rows: int) -> None:
+def test_what_rounding_loses_is_carried_along(rows):
     """Terms of one sign, which would be off by n times as much if they were just added up."""
     rng, number = np.random.default_rng(1), 5_000
     slopes, factors = rng.uniform(0.5, 1, (2, number, 4)).astype(np.float32)
     weights = 1 / (np.linalg.norm(slopes, axis=1) * np.linalg.norm(factors, axis=1))
 
-    def multiply(s: Any, f: Any) -> Any:
-        return jnp.einsum("ni,nj->ij", f, s, precision=lax.Precision.HIGHEST)
-
-    def of_rows(data: Any, mask: Any) -> Any:
+    def of_rows(data, mask):
         s, f, w = data
         longest = longest_product(number, jnp.float32)
         return product_sum(multiply, s, f, jnp.where(mask, w, 0), longest), ()
@@ -178,14 +173,14 @@ def test_what_rounding_loses_is_carried_along(rows: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("devices", [2, 7, 64])
-def test_devices_add_up_without_an_order(devices: int) -> None:
+def test_devices_add_up_without_an_order(devices):
     rng = np.random.default_rng(devices)
     shape = devices, 1_000
     total = (rng.normal(size=shape) * 10.0 ** rng.uniform(-30, 3, shape)).astype(np.float32)
     lost = (total * rng.uniform(-1e-4, 1e-4, shape)).astype(np.float32)
     total[:, :3] = [[1024.0001, 1023.9999, -0.0]]
 
-    def added(total: Any, lost: Any) -> Any:
+    def added(total, lost):
         each = Shards(devices, ("devices",)).add
         found = jax.vmap(lambda *both: each(Compensated(*both)), axis_name="devices")(total, lost)
         for every in found:  # alike on all devices
@@ -209,141 +204,103 @@ def test_devices_add_up_without_an_order(devices: int) -> None:
     assert (added(0 * lost, 0 * lost)[0] == 0).all()
 
 
-def norm_of(tree: Any) -> float:
+def norm_of(tree):
     return np.sqrt(sum(np.square(np.asarray(leaf, np.float64)).sum() for leaf in tree.values()))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("size", [None, 64])
 @pytest.mark.parametrize("model", [dense, convolutional])
-def test_a_record_moves_the_sum_by_the_clip_norm_at_most(model: Any, size: Any) -> None:
-    estimator, public = prepared(model, 300)
+def test_a_record_moves_the_sum_by_the_clip_norm_at_most(model, size):
     x, y = data(300)
-    mechanism = gaussian(1.0, 1.0)
-    total = functools.partial(bounded_sum, estimator, mechanism, public, rows=size)
-    total = jax.jit(lambda x, y, mask, of=total: of((x, y), mask))
-    sizes = []
+    total, sizes = total_of(model, 300, 1.0, size), []
     for row, value in enumerate([1.0, 100.0, 1e18, 1e30, -1e38, 1e-30, 0.0, np.nan, np.inf]):
         for target in (0.0, 1.0, 1e30, np.nan):
             rows = (100 * x).at[row].multiply(value / 100), y.at[row].set(target)
-            with_it = total(*rows, jnp.ones(300, bool))
-            without = total(*rows, jnp.arange(300) != row)
+            with_it = total(rows, jnp.ones(300, bool))
+            without = total(rows, jnp.arange(300) != row)
             sizes.append(norm_of({n: np.float64(with_it[n]) - without[n] for n in with_it}))
     assert max(sizes) <= 1 and np.isfinite(sizes).all()
     assert max(sizes) > 0.98
 
 
 @pytest.mark.full
-def test_the_room_for_rounding_is_left() -> None:
-    """One clipped record alone: what it adds is shorter than the clip norm by the bound."""
-    estimator, public = prepared(dense, 1_000)
-    x, y = data(1_000)
-    mechanism, alone = gaussian(1e-3, 1.0), jnp.arange(1_000) == 7
-    total = jax.jit(lambda *rows: bounded_sum(estimator, mechanism, public, rows, alone))
-    size, error = 1e3 * norm_of(total(x, y)), product_error(1_000, jnp.float32)
-    assert 0.005 < error < 0.01
-    assert 1 - 1.2 * error < size < 1 - 0.9 * error
-    # A batch for which the room would be large is summed record by record.
-    estimator, public = prepared(dense, 20_000)
-    alone = jnp.arange(20_000) == 7
-    x, y = data(20_000)
-    total = jax.jit(lambda *rows: bounded_sum(estimator, mechanism, public, rows, alone))
-    assert 0.985 < 1e3 * norm_of(total(x, y)) < 1
+@pytest.mark.parametrize(("number", "double"), [
+    (1_000, False), (20_000, False), pytest.param(20_000, True, marks=pytest.mark.extended),
+])  # fmt: skip
+@pytest.mark.every_case
+def test_the_room_for_rounding_is_left(number, double):
+    """One clipped record alone: what it adds is shorter than the clip norm by the bound.
 
-
-@pytest.mark.extended
-def test_the_room_for_records_in_single_precision_in_double_precision_mode() -> None:
-    with x64():
-        estimator, public = prepared(dense, 20_000)
-        alone = jnp.arange(20_000) == 7
-        mechanism, rows = gaussian(1e-3, 1.0), data(20_000)
+    A batch for which the room would be large is summed record by record.
+    """
+    with x64(double):
+        rows = data(number)
         assert rows[0].dtype == jnp.float32
-        total = jax.jit(lambda *rows: bounded_sum(estimator, mechanism, public, rows, alone))
-        assert 0.985 < 1e3 * norm_of(total(*rows)) < 1
+        size = 1e3 * norm_of(total_of(dense, number, 1e-3)(rows, jnp.arange(number) == 7))
+    if number > 1_000:
+        assert 0.985 < size < 1
+    else:
+        error = product_error(number, jnp.float32)
+        assert 0.005 < error < 0.01
+        assert 1 - 1.2 * error < size < 1 - 0.9 * error
 
 
 @pytest.mark.full
-def test_single_precision_leaves_in_double_precision_mode() -> None:
+@pytest.mark.every_case
+@pytest.mark.parametrize("leaf", [jnp.float32, jnp.float64])
+def test_single_precision_leaves_in_double_precision_mode(leaf):
+    def scalar(_, point, row):
+        return jnp.sum(jnp.tanh(row[0] @ point["w"].astype(jnp.float32)))
+
+    factored = FactoredSignal(
+        lambda public: public, scalar, lambda _, gradient, names: {n: gradient[n] for n in names},
+        lambda _, tree, names: tree, selects=True,
+    )  # fmt: skip
+    signal = functools.partial(jax.grad(scalar, 1), None)
+    estimator = Estimator(None, signal, None, factored)
     with x64():
-        for leaf, inner in ((jnp.float32, jnp.float32), (jnp.float64, jnp.float32)):
+        weights, every = {"w": jnp.ones((24, 16), leaf) / 7}, jnp.ones(200, bool)
+        rows = (data(200)[0],)
+        sum_of = functools.partial(bounded_sum, estimator, gaussian(1e-3, 1.0), weights, rows)
+        total = jax.jit(lambda mask: sum_of(mask)["w"])
+        whole = np.float64(total(every))
+        without = [total(every.at[row].set(False)) for row in range(0, 200, 20)]
+        assert 0.98 < 1e3 * max(np.linalg.norm(whole - each) for each in without) <= 1
 
-            def scalar(_: Any, point: Any, row: Any, inner: Any = inner) -> Any:
-                return jnp.sum(jnp.tanh(row[0] @ point["w"].astype(inner)))
 
-            factored = FactoredSignal(
-                lambda public: public, scalar,
-                lambda _, gradient, names: {n: gradient[n] for n in names},
-                lambda _, tree, names: tree, selects=True,
-            )  # fmt: skip
-            estimator = Estimator(
-                None, lambda public, row: jax.grad(scalar, 1)(None, public, row), None, factored
-            )
-            weights = {"w": jnp.ones((24, 16), leaf) / 7}
-            rows = (data(200)[0].astype(jnp.float32),)
-            mechanism, every = gaussian(1e-3, 1.0), jnp.ones(200, bool)
-            total = jax.jit(lambda m, r: bounded_sum(estimator, mechanism, weights, r, m))  # noqa: B023
-            whole = total(every, rows)["w"]
-            sizes = [
-                np.linalg.norm(np.float64(whole) - total(every.at[row].set(False), rows)["w"])
-                for row in range(0, 200, 20)
-            ]
-            assert 0.98 < 1e3 * max(sizes) <= 1
+GRADIENTS = 256 * 50_000 * 4  # bytes
+
+
+def planned(total):
+    plan = total.lower(data(256), jnp.ones(256, bool)).compile().memory_analysis()
+    return plan.temp_size_in_bytes
 
 
 @pytest.mark.extended
-def test_memory_does_not_hold_a_gradient_for_each_record() -> None:
-    def wide(x: Any, y: Any) -> None:
-        first, last = layer("first", 24, 2_000), layer("last", 2_000)
-        with numpyro.plate("records", len(x)):
-            numpyro.sample("y", dist.Normal(jnp.tanh(x @ first) @ last, 1), obs=y)
-
-    estimator, public = prepared(wide, 256)
-    mask, mechanism = jnp.ones(256, bool), gaussian(1.0, 1.0)
-
-    def planned(sum_of: Any, size: Any = None) -> int:
-        call = jax.jit(lambda rows: sum_of(estimator, mechanism, public, rows, mask, rows=size))
-        return call.lower(data(256)).compile().memory_analysis().temp_size_in_bytes
-
-    gradients = 256 * 50_000 * 4  # bytes
-    assert planned(bounded_sum) < 0.3 * gradients
-    assert planned(bounded_sum_by_definition) < 0.3 * gradients  # by microbatches
-    assert planned(bounded_sum, 32) < 0.7 * planned(bounded_sum)
-    assert planned(bounded_sum, 33) < 0.75 * planned(bounded_sum)  # 256 is no multiple
-    assert planned(bounded_sum_by_definition, 2) < 0.3 * planned(bounded_sum_by_definition)
+def test_memory_does_not_hold_a_gradient_for_each_record():
+    whole, parts, uneven = (planned(total_of(wide, 256, 1.0, size)) for size in (None, 32, 33))
+    assert whole < 0.3 * GRADIENTS
+    assert parts < 0.7 * whole
+    assert uneven < 0.75 * whole  # 256 is no multiple
+    one_by_one, two = (
+        planned(total_of(wide, 256, 1.0, size, sum_of=bounded_sum_by_definition))
+        for size in (None, 2)
+    )
+    assert one_by_one < 0.3 * GRADIENTS  # by microbatches
+    assert two < 0.3 * one_by_one
 
 
 @pytest.mark.full
-def test_vanilla_gradients_of_a_network_need_no_more_memory() -> None:
-    def network(x: Any, y: Any) -> None:
-        first = numpyro.param("first", lambda key: jax.random.normal(key, (24, 2_000)) / 5)
-        last = numpyro.param("last", lambda key: jax.random.normal(key, (2_000,)) / 50)
-        with numpyro.plate("records", len(x)):
-            numpyro.sample("y", dist.Normal(jnp.tanh(x @ first) @ last, 1), obs=y)
-
-    def latent(x: Any, y: Any) -> None:
-        first, last = layer("first", 24, 2_000), layer("last", 2_000)
-        with numpyro.plate("records", len(x)):
-            numpyro.sample("y", dist.Normal(jnp.tanh(x @ first) @ last, 1), obs=y)
-
-    gradients = 256 * 50_000 * 4  # bytes
-    mask, mechanism = jnp.ones(256, bool), gaussian(1.0, 1.0)
-    for model, guide in ((network, lambda *_: None), (latent, AutoDiagonalNormal(latent))):
-        svi = DPSVI(model, guide, optax.sgd(0.1), estimator=vanilla(), clip_norm=1.0,
-                    sampler=FullBatch(),
-                    privacy=Privacy(noise_multiplier=1.0, secret_key=1,
-                    repetition=True))  # fmt: skip
-        state = svi.init(KEY, *data(256))
-        estimator = vanilla()(svi._session(data(256), {}).problem)
-        public = estimator.prepare(KEY, svi.optim.get_params(state.optim_state))
-
-        def call(sum_of: Any, estimator: Any = estimator, public: Any = public) -> Any:
-            return jax.jit(lambda rows: sum_of(estimator, mechanism, public, rows, mask))
-
-        plan = call(bounded_sum).lower(data(256)).compile().memory_analysis()
-        assert plan.temp_size_in_bytes < 0.3 * gradients
-        found, expected = (
-            call(each)(data(256)) for each in (bounded_sum, bounded_sum_by_definition)
-        )
-        for name in expected:
-            scale = np.abs(expected[name]).max()
-            np.testing.assert_allclose(found[name] / scale, expected[name] / scale, atol=0.01)
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("model", "guide"), [(wide_params, lambda *_: None), (wide, AutoDiagonalNormal)]
+)
+def test_vanilla_gradients_of_a_network_need_no_more_memory(model, guide):
+    own = {"guide": guide, "build": vanilla}
+    found, expected = (total_of(model, 256, 1.0, sum_of=each, **own) for each in SUMS)
+    assert planned(found) < 0.3 * GRADIENTS
+    found, expected = (each(data(256), jnp.ones(256, bool)) for each in (found, expected))
+    for name in expected:
+        scale = np.abs(expected[name]).max()
+        np.testing.assert_allclose(found[name] / scale, expected[name] / scale, atol=0.01)

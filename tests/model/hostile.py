@@ -22,6 +22,7 @@ import optax
 from flat import grouped
 from jax import lax
 from jax.experimental import io_callback
+from models import mean_of, of
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal, AutoGuideList, AutoNormal
 from numpyro.infer.initialization import init_to_median, init_to_value
@@ -56,26 +57,16 @@ KEY = jax.random.key(0)
 
 
 class Call(NamedTuple):
-    """A driver and a call of it.
-
-    Attributes:
-        driver: Its class.
-        options: Arguments of the constructor.
-        args: Positional arguments of the model.
-        kwargs: Keyword arguments of the model.
-        run: Further keywords of ``run``.
-        records: Which of ``args`` are records.
-    """
+    """A driver and a call of it."""
 
     driver: Callable[..., Any]
-    options: dict[str, Any]
+    options: dict[str, Any]  # of the constructor
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = {}
-    run: dict[str, Any] = {}
-    records: tuple[int, ...] = (0, 1)
+    run: dict[str, Any] = {}  # further keywords of ``run``
+    records: tuple[int, ...] = (0, 1)  # which of ``args`` are records
 
     def make(self) -> Any:
-        """Returns the driver."""
         return self.driver(**grouped(**self.options))
 
     def initialise(self) -> None:
@@ -85,87 +76,70 @@ class Call(NamedTuple):
         else:
             self.make().init(KEY, *self.args, **self.kwargs)
 
-    def steps(self, number: int, driver: Any = None) -> dict[str, Any]:
-        """Takes steps, of a driver that is made here or given; returns what they lead to."""
-        driver = self.make() if driver is None else driver
+    def _after(self, number: int, driver: Any) -> Any:
         if self.driver is DPMCMC:
             driver.run(KEY, *self.args, **self.kwargs, **self.run)
-            return driver.get_samples()
+            return driver
         keywords = {"progress_bar": False} | self.run | self.kwargs
-        return driver.run(KEY, number, *self.args, **keywords).params
+        return driver.run(KEY, number, *self.args, **keywords)
+
+    def steps(self, number: int, driver: Any = None) -> dict[str, Any]:
+        """Takes steps, of a driver that is made here or given; returns what they lead to."""
+        found = self._after(number, driver or self.make())
+        return found.get_samples() if self.driver is DPMCMC else found.params
 
     def report(self) -> Any:
-        """Takes a step; returns its privacy report."""
-        driver = self.make()
-        if self.driver is DPMCMC:
-            driver.run(KEY, *self.args, **self.kwargs)
-            return driver.privacy
-        return driver.run(KEY, 1, *self.args, progress_bar=False, **self.kwargs).privacy
+        """The privacy report of one step."""
+        return self._after(1, self.make()).privacy
 
 
 class Row(NamedTuple):
-    """A row of the table."""
-
     name: str
     build: Callable[[], Call]
     parts: list[str] | None
 
 
 HOSTILE: list[Row] = []
+NOISY = {"clip_norm": 1.0, "sampler": FullBatch(), "noise_multiplier": 1.0}
 
 
 def refuse(builds: dict[str, Callable[[], Call]], *parts: str) -> None:
-    """Adds rows that are refused with these fragments."""
     HOSTILE.extend(Row(name, build, list(parts)) for name, build in builds.items())
 
 
 def svi(model: Any, *args: Any, guide: Any = AutoNormal, **options: Any) -> Call:
-    """``DPSVI`` with its default gradients; ``guide`` is a class, or a guide as it is."""
     guide = guide(model) if isinstance(guide, type) else guide
-    settings = {
-        "model": model, "guide": guide, "optim": optax.adam(0.1), "estimator": None,
-        "clip_norm": 1.0, "sampler": FullBatch(), "noise_multiplier": 1.0,
-    }  # fmt: skip
-    return Call(DPSVI, settings | options, args)
+    settings = {"model": model, "guide": guide, "optim": optax.adam(0.1), "estimator": None}
+    return Call(DPSVI, settings | NOISY | options, args)
 
 
 def delta(model: Any, *args: Any, **options: Any) -> Call:
-    """The same with point estimates: a step of rate 1 moves them by what is released."""
+    """With point estimates: a step of rate 1 moves them by what is released."""
     return svi(model, *args, guide=AutoDelta, **options)
 
 
 def sep(model: Any, *args: Any, **options: Any) -> Call:
-    """``DPSEP``."""
-    settings = {"clip_norm": 1.0, "sampler": FullBatch(), "noise_multiplier": 1.0}
-    return Call(DPSEP, {"model": model} | settings | options, args)
+    return Call(DPSEP, {"model": model} | NOISY | options, args)
 
 
 def mcmc(kernel: Any, *args: Any, **options: Any) -> Call:
-    """``DPMCMC`` with one sample."""
-    settings = {
-        "num_warmup": 0, "num_samples": 1, "clip_norm": 1.0, "sampler": FullBatch(),
-        "noise_multiplier": 1.0, "progress_bar": False,
-    }  # fmt: skip
-    return Call(DPMCMC, {"kernel": kernel} | settings | options, args)
+    counts = {"num_warmup": 0, "num_samples": 1, "progress_bar": False}
+    return Call(DPMCMC, {"kernel": kernel} | counts | NOISY | options, args)
 
 
 def weights(size: int = D) -> Any:
-    """Samples weights with a standard normal prior."""
     return numpyro.sample("w", dist.Normal(0, 1).expand([size]).to_event(1))
 
 
 def dot(x: Any, w: Any) -> Any:
-    """The mean of a linear regression."""
     return x @ w
 
 
 def normal(mean: Any) -> Any:
-    """A likelihood with unit variance."""
     return dist.Normal(mean, 1)
 
 
 def bernoulli(eta: Any) -> Any:
-    """A likelihood of labels."""
     return dist.Bernoulli(logits=eta)
 
 
@@ -190,12 +164,11 @@ def located(
 
 
 regression = located()
+one_mean = mean_of()
 logistic = located(likelihood=bernoulli)
 
 
 def guided(shift: Callable[[], Any]) -> Callable[..., dict[str, Any]]:
-    """A hand-written guide around ``loc + shift()``."""
-
     def guide(x, y=None):
         loc = numpyro.param("loc", jnp.zeros(D)) + shift()
         return {"w": numpyro.sample("w", dist.Normal(loc, 0.1).to_event(1))}
@@ -204,8 +177,6 @@ def guided(shift: Callable[[], Any]) -> Callable[..., dict[str, Any]]:
 
 
 def drawn(loc: Callable[..., Any]) -> Callable[..., None]:
-    """A hand-written guide around ``loc(x)``."""
-
     def guide(x, y=None, **static):
         scale = numpyro.param("scale", 1.0)
         numpyro.sample("w", dist.Normal(loc(x, **static), scale).to_event(1))
@@ -215,22 +186,18 @@ def drawn(loc: Callable[..., Any]) -> Callable[..., None]:
 
 @jax.jit
 def column_means() -> Any:
-    """Means of the records' columns, in a program of its own."""
     return jnp.mean(jnp.asarray(X), 0)
 
 
 def held() -> Any:
-    """The records, as a program captures them."""
     return jnp.asarray(X)
 
 
 def means() -> Any:
-    """Means of the captured records."""
     return jnp.asarray(X).mean(0)
 
 
 def outcomes() -> Any:
-    """The captured outcomes."""
     return jnp.asarray(Y)
 
 
@@ -238,43 +205,33 @@ def outcomes() -> Any:
 
 
 def with_slope(fn: Any, slope: Callable[[Any], Any]) -> Any:
-    """A function of x and w with a derivative of its own in w."""
     fn = jax.custom_jvp(fn)
     fn.defjvp(lambda primals, tangents: (fn(*primals), slope(primals[0]) @ tangents[1]))
     return fn
 
 
 def with_passes(forward: Any, backward: Any) -> Any:
-    """A linear mean with a forward and a backward rule of its own."""
     fn = jax.custom_vjp(dot)
     fn.defvjp(forward, backward)
     return fn
 
 
 def with_rule_for_batches(rule: Callable[[Any], Any]) -> Any:
-    """A linear mean of what is x for one record and ``rule(x)`` for many."""
     centred = jax.custom_batching.custom_vmap(lambda x: x)
     centred.def_vmap(lambda size, batched, x: (rule(x), True))
     return lambda x, w: centred(x) @ w
 
 
 def asked(fn: Callable[[], Any], *shape: int) -> Any:
-    """What the host says."""
     struct = jax.ShapeDtypeStruct(shape, jnp.float32)
     return jax.pure_callback(fn, struct, vmap_method="sequential")
 
 
 def shown(show: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A linear mean, and a record that is shown to somebody."""
     return lambda x, w: (show(x[0]), x @ w)[1]
 
 
-@functools.lru_cache
-def remembered() -> Any:
-    """The records, from a cache."""
-    return jnp.asarray(X)
-
-
+remembered = functools.lru_cache(held)
 remembered()
 SEEN: list[Any] = []
 ORDER = np.arange(N)
@@ -284,27 +241,22 @@ ONE_BY_ONE = "single numbers in its program"
 
 
 def cosines(w: Any) -> Any:
-    """A sum in which records are numbers of the program."""
     return sum(jnp.cos(w) * number for number in NUMBERS)
 
 
 def scan_over_records(x: Any, w: Any) -> Any:
-    """A mean that is shifted by that of all records."""
     return x @ w - lax.scan(lambda s, row: (s + row @ w, None), 0.0, held())[0] / N
 
 
 def jitted_branch_in_a_scan(x: Any, w: Any) -> Any:
-    """A mean with records three programs down."""
-
     def body(carry, _):
         return carry + lax.cond(w[0] > 0, column_means, lambda: jnp.zeros(D)), None
 
     return (x - lax.scan(body, jnp.zeros(D), None, 2)[0]) @ w
 
 
-def basis(size: int) -> Callable[..., Any]:
-    """Radial functions centred at records."""
-    return lambda x, w: jnp.exp(-0.5 * jnp.square(x[:, None] - jnp.asarray(X[:size])).sum(-1)) @ w
+def basis(points: Any) -> Callable[..., Any]:
+    return lambda x, w: jnp.exp(-0.5 * jnp.square(x[:, None] - jnp.asarray(points)).sum(-1)) @ w
 
 
 PROGRAMS: dict[tuple[str, ...], dict[str, Callable[..., Any]]] = {
@@ -396,22 +348,16 @@ COPIES = {
 }  # fmt: skip
 with_summary = located(lambda x, w, other: x @ w + jnp.asarray(other).mean())
 for _name, _copy in COPIES.items():
-    _loc = functools.partial(lambda copy, x, w: x @ w + jnp.asarray(copy).mean(), _copy)
-    refuse(
-        {f"a_captured_copy_{_name}": lambda loc=_loc: svi(located(loc), X, Y)},
-        str(_copy.shape), "public=",
-    )  # fmt: skip
-    refuse(
-        {f"a_copy_{_name}": lambda copy=_copy: svi(with_summary, X, Y, copy)},
-        "args[2]", str(_copy.shape), "public=",
-    )  # fmt: skip
+    refuse({f"a_captured_copy_{_name}": lambda copy=_copy: svi(
+        located(lambda x, w: x @ w + jnp.asarray(copy).mean()), X, Y
+    )}, str(_copy.shape), "public=")  # fmt: skip
+    refuse({f"a_copy_{_name}": lambda copy=_copy: svi(with_summary, X, Y, copy)},
+           "args[2]", str(_copy.shape), "public=")  # fmt: skip
 
 with_table = located(lambda x, w, table: (x - jnp.asarray(table).mean(0)) @ w)
 
 
 class Holder:
-    """A model that is an object with a table."""
-
     def __init__(self, table):
         self.table = table
 
@@ -420,7 +366,6 @@ class Holder:
 
 
 def subsampled(x, y):
-    """Rows by ``numpyro.subsample``."""
     w = weights()
     with numpyro.plate("records", x.shape[0], subsample_size=10):
         rows, own = numpyro.subsample(held(), event_dim=1), numpyro.subsample(y, event_dim=0)
@@ -446,8 +391,6 @@ class Above(dist.constraints.Constraint):
 
 
 class Bounded(dist.Normal):
-    """A normal distribution with that support."""
-
     support = Above(outcomes())
 
 
@@ -476,7 +419,7 @@ refuse({
     ),
 }, "(60, 3)")  # fmt: skip
 refuse({
-    "a_basis_centred_at_every_record": lambda: svi(located(basis(N), N), X, Y),
+    "a_basis_centred_at_every_record": lambda: svi(located(basis(X), N), X, Y),
     "records_by_condition": lambda: svi(handlers.condition(regression, {"y": outcomes()}), X),
     "weights_of_the_records_by_scale": lambda: svi(handlers.scale(regression, jnp.abs(outcomes())),
         X, Y),
@@ -485,10 +428,8 @@ refuse({
         Y),
     "a_subsample_of_captured_records": lambda: svi(subsampled, X, Y),
 }, "60")  # fmt: skip
-refuse(
-    {"a_basis_centred_at_forty_records": lambda: svi(located(basis(40), 40), X, Y)},
-    "(40, 3)", "public=",
-)  # fmt: skip
+refuse({"a_basis_centred_at_forty_records": lambda: svi(located(basis(X[:40]), 40), X, Y)},
+       "(40, 3)", "public=")  # fmt: skip
 refuse(
     {"a_support_that_holds_a_column": lambda: svi(
         located(likelihood=lambda eta: Bounded(eta, 1)), X, Y
@@ -502,64 +443,47 @@ refuse(
 
 
 def summed(arrays: Any, x: Any = X, y: Any = Y) -> Call:
-    """A model that holds a list of arrays."""
     return svi(located(lambda x, w: x @ w + sum(jnp.asarray(a).sum() for a in arrays)), x, y)
 
 
-def many_records(number: int) -> Any:
-    """A larger table and its outcomes."""
+def larger(number: int) -> Any:
     rng = np.random.default_rng(1)
     return [rng.normal(size=shape).astype(np.float32) for shape in ((number, D), number)]
 
 
-def inducing_points() -> Call:
-    """Every fourth record, in a kernel."""
-    x, y = many_records(400)
-    points = jnp.asarray(x[::4])
-    return svi(
-        located(lambda x, w: jnp.exp(-jnp.square(x[:, None] - points).sum(-1)).sum(-1) * w[0]), x, y
-    )
-
-
-def reshaped_column() -> Call:
-    """A column of 200 records."""
-    x, y = many_records(200)
-    return summed([jnp.asarray(y.reshape(100, 2))], x, y)
-
-
+FEW, MANY = larger(200), larger(400)
+# Arrays of equal values are counted one by one, and whether records are all alike does not matter.
+SUMMED: dict[tuple[str, ...], dict[str, Callable[[], Any]]] = {
+    ("(5,)", "20 entries", "At most 15"): {
+        "many_small_captured_arrays": lambda: [*held()[:20].reshape(12, 5)],
+    },
+    ("()", "16 entries"): {
+        "a_column_as_arrays_without_an_axis": lambda: [jnp.asarray(value) for value in Y],
+    },
+    ("(2,)", "16 entries"): {
+        "a_column_as_arrays_of_equal_entries": lambda: [jnp.full(2, value) for value in Y],
+        "a_column_of_two_values_as_many_arrays": lambda: [
+            jnp.full(2, int(label)) for label in LABELS
+        ],
+        "a_column_of_two_values_as_many_arrays_of_numpy": lambda: [np.full(2, i) for i in LABELS],
+    },
+    ("(2, 2)", "16 entries"): {
+        "a_column_as_scaled_identities": lambda: [value * jnp.eye(2) for value in Y],
+    },
+    ("(60,)", "60 entries"): {"a_column_of_records_that_are_all_alike": lambda: [jnp.ones(N)]},
+}
+for _parts, _arrays in SUMMED.items():
+    _rows = {name: lambda make=make: summed(make()) for name, make in _arrays.items()}
+    refuse(_rows, *_parts, "public=")
 refuse(
-    {"many_small_captured_arrays": lambda: summed([*held()[:20].reshape(12, 5)])},
-    "(5,)", "20 entries", "At most 15", "public=",
-)  # fmt: skip
-refuse(
-    {"inducing_points_that_are_every_fourth_record": inducing_points},
+    {"inducing_points_that_are_every_fourth_record": lambda: svi(
+        located(basis(MANY[0][::4]), 100), *MANY
+    )},
     "(100, 3)", "300 entries", "At most 100", "public=",
 )  # fmt: skip
 refuse(
-    {"a_column_reshaped_among_few_records": reshaped_column}, "(100, 2)", "200 entries", "public="
-)
-refuse(
-    {"a_column_as_arrays_without_an_axis": lambda: summed([jnp.asarray(value) for value in Y])},
-    "()", "16 entries", "public=",
-)  # fmt: skip
-# Arrays of equal values are counted one by one.
-refuse({
-    "a_column_as_arrays_of_equal_entries": lambda: summed([jnp.full(2, value) for value in Y]),
-    "a_column_of_two_values_as_many_arrays": lambda: summed(
-        [jnp.full(2, int(label)) for label in LABELS]
-    ),
-    "a_column_of_two_values_as_many_arrays_of_numpy": lambda: summed(
-        [np.full(2, label) for label in LABELS]
-    ),
-}, "(2,)", "16 entries", "public=")  # fmt: skip
-refuse(
-    {"a_column_as_scaled_identities": lambda: summed([value * jnp.eye(2) for value in Y])},
-    "(2, 2)", "16 entries", "public=",
-)  # fmt: skip
-# What is accepted must not depend on whether records are all alike.
-refuse(
-    {"a_column_of_records_that_are_all_alike": lambda: summed([jnp.ones(N)])},
-    "(60,)", "60 entries", "public=",
+    {"a_column_reshaped_among_few_records": lambda: summed([FEW[1].reshape(100, 2)], *FEW)},
+    "(100, 2)", "200 entries", "public=",
 )  # fmt: skip
 
 
@@ -567,30 +491,21 @@ refuse(
 
 
 class Shifted(AutoDiagonalNormal):
-    """An automatic guide with another posterior."""
-
     def _get_posterior(self):
         posterior = super()._get_posterior()
         return dist.Normal(posterior.loc + column_means(), posterior.scale)
 
 
 class Publishing(AutoNormal):
-    """An automatic guide with a parameter."""
-
     def __call__(self, *args, **kwargs):
         numpyro.param("table", held())
         return super().__call__(*args, **kwargs)
 
 
-def with_intercept(x, y=None):
-    """A linear regression with an intercept."""
-    w, b = weights(), numpyro.sample("b", dist.Normal(0, 1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w + b, 1), obs=y)
+with_intercept = located(lambda x, w: x @ w + numpyro.sample("b", dist.Normal(0, 1)))
 
 
 def listed_guides(model: Any, *parts: Any) -> AutoGuideList:
-    """A list of guides."""
     guide = AutoGuideList(model)
     for part in parts:
         guide.append(part)
@@ -598,7 +513,6 @@ def listed_guides(model: Any, *parts: Any) -> AutoGuideList:
 
 
 def by_guide(guide: Any, **options: Any) -> Callable[[], Call]:
-    """A regression with a guide."""
     return lambda: svi(regression, X, Y, guide=guide, **options)
 
 
@@ -637,8 +551,6 @@ refuse(
 
 
 def starting_at(value: Callable[[], Any]) -> Callable[..., Any]:
-    """A strategy that starts the latent sites at ``value()``."""
-
     def start(site=None):
         if site is None:
             return functools.partial(start)
@@ -650,8 +562,6 @@ def starting_at(value: Callable[[], Any]) -> Callable[..., Any]:
 
 
 class Start:
-    """Such a strategy that is an object."""
-
     def __init__(self, means):
         self.means = means
 
@@ -660,14 +570,10 @@ class Start:
 
 
 class Study:
-    """Records' means as an attribute of a class."""
-
     means = X.mean(0)
 
 
 class Starting(AutoDiagonalNormal):
-    """An automatic guide that starts elsewhere."""
-
     def _setup_prototype(self, *args, **kwargs):
         super()._setup_prototype(*args, **kwargs)
         self._init_latent = means()
@@ -680,16 +586,8 @@ AT_MEANS = init_to_value(values={"w": X.mean(0)})
 
 
 def started(strategy: Any, guide: Any = AutoNormal, model: Any = regression) -> Callable[[], Call]:
-    """A model whose guide starts as ``strategy`` says."""
     args = (X, Y) if model is regression else (Y,)
     return lambda: svi(model, *args, guide=guide(model, init_loc_fn=strategy))
-
-
-def one_mean(x):
-    """A normal distribution with an unknown mean."""
-    mean = numpyro.sample("mean", dist.Normal(0, 1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
 
 
 refuse({
@@ -724,17 +622,14 @@ def folded(
     update: Any = lambda s, params: s, init: Any = lambda params: jnp.zeros(D),
     final: Any = lambda s: s,
 ) -> Callable[[], Call]:  # fmt: skip
-    """A regression whose iterates are folded."""
     return lambda: svi(regression, X, Y)._replace(run={"fold": Fold(init, update, final)})
 
 
 def add_records(updates, state, params=None):
-    """The update of an optimiser."""
     return jax.tree.map(lambda leaf: -leaf + held().mean(), updates), state
 
 
 def adds_afterwards(problem):
-    """An estimator that adds records to what was released."""
     plain = aligned()(problem)
 
     def pull_back(public, released):
@@ -784,42 +679,23 @@ slope_of_numbers = located(lambda x, w: w * jnp.asarray(x), 1)
 
 
 def visits(x, y, patients, patient_of):
-    """Outcomes of visits, with a table of the patients."""
     w, v = weights(), numpyro.sample("v", dist.Normal(0, 1).expand([2]).to_event(1))
     with numpyro.plate("visits", x.shape[0]):
         numpyro.sample("y", dist.Normal(x @ w + patients[patient_of] @ v, 1), obs=y)
-
-
-def visits_in_a_dict(x, y, tables):
-    """The same with both in one argument."""
-    visits(x, y, **tables)
 
 
 BY_PATIENT = {"patients": PATIENTS, "patient_of": PATIENT_OF}
 
 
 def with_second_table(x, y, other):
-    """A second table in a factor outside the plate."""
     factor = located(outside=lambda w, *_: numpyro.factor("other", -jnp.sum((other @ w[:2]) ** 2)))
     factor(x, y)
 
 
-def first_observed_outside(w, x, y):
-    """A record in another plate."""
-    with numpyro.plate("columns", D):
-        numpyro.sample("first", dist.Normal(w, 1), obs=x[0])
-
-
-def kernel_regression(k, y):
-    """A slope in the mean of each row of a matrix."""
-    slope = numpyro.sample("slope", dist.Normal(0, 1))
-    with numpyro.plate("records", y.shape[0]):
-        numpyro.sample("y", dist.Normal(slope * k.reshape(k.shape[0], -1).mean(-1), 1), obs=y)
+kernel_regression = located(lambda k, w: w * k.reshape(k.shape[0], -1).mean(-1), 1)
 
 
 def panel(people: int, times: int, people_dim: int) -> Callable[..., None]:
-    """Outcomes of people over time, in two plates."""
-
     def model(y):
         level = numpyro.sample("level", dist.Normal(0, 1))
         with (
@@ -835,7 +711,6 @@ TIME_FIRST = np.tile(Y, (12, 1))
 
 
 def read_through_an_index(values, first, x):
-    """Five rows of a long table for each of 200 people."""
     level = numpyro.sample("level", dist.Normal(0, 1))
     with numpyro.plate("people", x.shape[0]):
         rows = jax.vmap(lambda at: lax.dynamic_slice(values, (at,), (5,)))(first)
@@ -843,7 +718,6 @@ def read_through_an_index(values, first, x):
 
 
 def summed_by_person(values, people, x):
-    """Sums over the rows of a long table for each of 200 people."""
     level = numpyro.sample("level", dist.Normal(0, 1))
     total = jax.ops.segment_sum(dist.Normal(level, 1).log_prob(values), people, 200)
     with numpyro.plate("people", 200) as index:
@@ -865,13 +739,16 @@ refuse({"a_table_of_patients": lambda: svi(visits, X, Y, PATIENTS, PATIENT_OF)},
 refuse({"a_table_of_patients_by_keyword": lambda: svi(visits, X, Y)._replace(kwargs=BY_PATIENT)},
        "kwargs['patients']", "(25, 2)", "public=", "record")  # fmt: skip
 refuse({
-    "a_table_of_patients_in_a_dict": lambda: svi(visits_in_a_dict, X, Y, BY_PATIENT),
+    "a_table_of_patients_in_a_dict": lambda: svi(
+        lambda x, y, tables: visits(x, y, **tables), X, Y, BY_PATIENT
+    ),
     "a_second_table_in_a_factor_outside": lambda: svi(with_second_table, X, Y, PATIENTS),
 }, "args[2]", "(25, 2)", "public=")  # fmt: skip
 refuse({"the_records_in_a_factor_outside": lambda: svi(with_second_table, X, Y, X[:, :2])},
        "'other'", "outside the data plate")  # fmt: skip
 refuse({"a_record_observed_outside": lambda: svi(
-    located(outside=first_observed_outside), X, Y, data_plate="records"
+    located(outside=lambda w, x, y: numpyro.sample("first", dist.Normal(w[0], 1), obs=y[0])), X, Y,
+    data_plate="records",
 )}, "'first'", "outside the data plate")  # fmt: skip
 refuse({"column_means_as_an_argument": lambda: svi(with_summary, X, Y, X.mean(0))},
        "args[2]", "(3,)", "public=")  # fmt: skip
@@ -896,16 +773,12 @@ refuse({
 
 # Other drivers.
 
-NOISY = {"clip_norm": 1.0, "sampler": FullBatch(), "noise_multiplier": 1.0}
-
 
 def components(*args: Any, **kwargs: Any) -> Call:
-    """``DPEM``."""
     return Call(DPEM, {"num_components": 2} | NOISY, args, kwargs)
 
 
 def network(*args: Any, **kwargs: Any) -> Call:
-    """``DPPBP``."""
     return Call(DPPBP, {"network": RegressionNetwork((4,))} | NOISY, args, kwargs)
 
 
@@ -945,35 +818,31 @@ refuse({
 # Accepted, and safe.
 
 
-def factor_in_the_plate(x, y):
-    """A density by hand."""
-    w = weights()
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.factor("y", -0.5 * jnp.square(y - x @ w))
+def in_plate(add: Callable[..., Any]) -> Callable[..., None]:
+    """A regression whose plate has what ``add(mean, *columns)`` adds."""
+
+    def model(x, *columns):
+        w = weights()
+        with numpyro.plate("records", x.shape[0]):
+            add(x @ w, *columns)
+
+    return model
 
 
-def deterministic_in_the_plate(x, y):
-    """A site of each record that is no sample."""
-    w = weights()
-    with numpyro.plate("records", x.shape[0]):
-        mean = numpyro.deterministic("mean", x @ w)
-        numpyro.sample("y", dist.Normal(mean, 1), obs=y)
+factor_in_the_plate = in_plate(lambda mean, y: numpyro.factor("y", -0.5 * jnp.square(y - mean)))
 
 
 def subsampled_by_index(x, y):
-    """Rows by the index of a plate."""
     w = weights()
     with numpyro.plate("records", x.shape[0], subsample_size=10) as index:
         numpyro.sample("y", dist.Normal(x[index] @ w, 1), obs=y[index])
 
 
 def with_matrix(x, y, k):
-    """A prior that a matrix makes wider."""
     located(prior=lambda: dist.Normal(0, 1 + jnp.trace(k)).expand([D]))(x, y)
 
 
 def with_earlier(x, y, earlier):
-    """Outcomes of another table in a plate of its own."""
     w = weights()
     with numpyro.plate("earlier", earlier.shape[0]):
         numpyro.sample("earlier_y", dist.Normal(w[0], 1), obs=earlier)
@@ -981,40 +850,30 @@ def with_earlier(x, y, earlier):
         numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
 
 
-def with_two_outcomes(x, y, z):
-    """A number and a label of each record."""
-    w = weights()
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
-        numpyro.sample("z", dist.Bernoulli(logits=x @ w), obs=z)
+def two_outcomes(mean, y, z):
+    numpyro.sample("y", normal(mean), obs=y)
+    numpyro.sample("z", bernoulli(mean), obs=z)
 
 
-def weighted_and_masked(x, y, weight, known):
-    """A weight and a mask in each record."""
-    w = weights()
-    with numpyro.plate("records", x.shape[0]), handlers.scale(scale=weight):
-        numpyro.sample("y", dist.Normal(x @ w, 1).mask(known), obs=y)
+def weighted_and_masked(mean, y, weight, known):
+    with handlers.scale(scale=weight):
+        numpyro.sample("y", normal(mean).mask(known), obs=y)
 
 
 def optimised(x, y):
-    """A parameter and no latent."""
     w = numpyro.param("w", jnp.zeros(D))
     with numpyro.plate("records", x.shape[0]):
         numpyro.sample("y", dist.Normal(x @ w, 1), obs=y)
 
 
-def coins(x):
-    """A share of ones."""
-    p = numpyro.sample("p", dist.Beta(1.0, 1.0))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("x", dist.Bernoulli(p), obs=x)
-
-
+coins = of(dist.Bernoulli, probs=dist.Beta(1.0, 1.0))
 BY_MONTH = np.linspace(-1, 1, 12).astype(np.float32)
 EYE = np.eye(N, dtype=np.float32)
 COLUMNS = {"x": X, "y": Y, "not read": np.zeros((N, 2, 5), np.float32)}
 SAFE: dict[str, Callable[[], Call]] = {
-    "a_deterministic_site_in_the_plate": lambda: delta(deterministic_in_the_plate, X, Y),
+    "a_deterministic_site_in_the_plate": lambda: delta(
+        located(likelihood=lambda eta: normal(numpyro.deterministic("mean", eta))), X, Y
+    ),
     "a_deterministic_site_of_all_records": lambda: delta(
         located(lambda x, w: numpyro.deterministic("mean", x @ w)), X, Y
     ),
@@ -1039,9 +898,10 @@ SAFE: dict[str, Callable[[], Call]] = {
     ),
     "a_small_table_looked_up_by_a_column": lambda: of_records((0, 1, 2),
         delta(located(lambda x, w, month: x @ w + jnp.asarray(BY_MONTH)[month]), X, Y, ORDER % 12)),
-    "several_observed_sites": lambda: of_records((0, 1, 2), delta(with_two_outcomes, X, Y, LABELS)),
+    "several_observed_sites": lambda: of_records((0, 1, 2),
+        delta(in_plate(two_outcomes), X, Y, LABELS)),
     "a_weight_and_a_mask_in_each_record": lambda: of_records((0, 1, 2, 3),
-        delta(weighted_and_masked, X, Y, np.abs(Y), LABELS > 0)),
+        delta(in_plate(weighted_and_masked), X, Y, np.abs(Y), LABELS > 0)),
     "a_dict_of_columns": lambda: of_records((0,),
         delta(lambda columns: regression(columns["x"], columns["y"]), COLUMNS)),
     "parameters_of_the_model": lambda: svi(optimised, X, Y, guide=lambda x, y=None: None),
@@ -1056,12 +916,12 @@ SAFE: dict[str, Callable[[], Call]] = {
         located(lambda x, w, offset: x @ w + jnp.mean(offset), likelihood=bernoulli),
         X, LABELS, offset=np.ones(2, np.float32),
     ),
-    "message_passing_of_counts": lambda: of_records((0,), sep(coins, LABELS, family={"p": beta()})),
+    "message_passing_of_counts": lambda: of_records((0,),
+        sep(coins, LABELS, family={"probs": beta()})),
 }  # fmt: skip
 
 
 def of_records(places: tuple[int, ...], call: Call) -> Call:
-    """The call with records in these places of its arguments."""
     return call._replace(records=places)
 
 

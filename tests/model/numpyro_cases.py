@@ -14,18 +14,27 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from flax import nnx
-from hostile import Call, svi
+from hostile import (
+    PANEL,
+    Call,
+    D,
+    N,
+    X,
+    Y,
+    drawn,
+    factor_in_the_plate,
+    listed_guides,
+    located,
+    regression,
+    subsampled_by_index,
+    svi,
+    weights,
+)
 from numpyro import handlers
 from numpyro.contrib import control_flow, module
-from numpyro.distributions import constraints
 from numpyro.infer import autoguide, elbo
 from numpyro.infer.reparam import LocScaleReparam
 
-N, D = 12, 2
-RNG = np.random.default_rng(0)
-X = RNG.normal(size=(N, D)).astype(np.float32)
-Y = RNG.normal(size=N).astype(np.float32)
-SERIES = RNG.normal(size=(N, 4)).astype(np.float32)
 KNOWN = np.arange(N) % 3 > 0
 
 
@@ -36,19 +45,10 @@ class Case(NamedTuple):
     parts: tuple[str, ...] = ()
 
 
-def weights() -> Any:
-    return numpyro.sample("w", dist.Normal(0, 1).expand([D]).to_event(1))
-
-
 def outcome(loc: Any, y: Any) -> None:
     """An outcome of each record."""
     with numpyro.plate("records", loc.shape[0]):
         numpyro.sample("y", dist.Normal(loc, 1), obs=y)
-
-
-def located(loc: Callable[[Any, Any], Any]) -> Callable[..., None]:
-    """A regression with mean ``loc(x, w)``, which may have sites."""
-    return lambda x, y=None: outcome(loc(x, weights()), y)
 
 
 def series(loc: Callable[[Any], Any]) -> Callable[..., None]:
@@ -67,12 +67,8 @@ def of(model: Any, *args: Any, **options: Any) -> Callable[[], Call]:
     return lambda: svi(model, *(args or (X, Y)), **options)
 
 
-regression = located(lambda x, w: x @ w)
 own_slope = located(lambda x, w: x @ (w + numpyro.param("slope", jnp.ones(D))))
 with_scale = located(lambda x, w: x @ w * numpyro.sample("scale", dist.LogNormal(0, 1)))
-
-
-# Automatic guides.
 
 
 class Shifted(autoguide.AutoContinuous):
@@ -83,26 +79,10 @@ class Shifted(autoguide.AutoContinuous):
         return dist.Normal(loc, 0.1).to_event(1)
 
 
-def guide_list(model):
-    parts = autoguide.AutoGuideList(model)
-    parts.append(autoguide.AutoNormal(handlers.block(model, hide=["w"])))
-    parts.append(autoguide.AutoDelta(handlers.block(model, expose=["w"])))
-    return parts
-
-
-def semi_dais(model):
-    return autoguide.AutoSemiDAIS(model, model, autoguide.AutoNormal(model))
-
-
 def batched(x, y=None):
     with numpyro.plate("columns", D):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
     outcome(x @ w.sum(-1), y)
-
-
-def guide_by_hand(x, y=None):
-    scale = numpyro.param("scale", 0.1, constraint=constraints.positive)
-    numpyro.sample("w", dist.Normal(numpyro.param("loc", jnp.zeros(D)), scale).to_event(1))
 
 
 def guided(name: str, *parts: str) -> Case:
@@ -125,19 +105,25 @@ GUIDES = {
     "AutoBatchedMultivariateNormal", "AutoBatchedLowRankMultivariateNormal"
     )},
     "AutoContinuous": Case(lambda: svi(regression, X, Y, guide=Shifted(regression))),
-    "AutoGuideList": Case(lambda: svi(with_scale, X, Y, guide=guide_list(with_scale))),
-    "AutoSemiDAIS": Case(lambda: svi(regression, X, Y, guide=semi_dais(regression)),
-        ("AutoSemiDAIS", "all records")),
+    "AutoGuideList": Case(lambda: svi(with_scale, X, Y, guide=listed_guides(
+        with_scale, autoguide.AutoNormal(handlers.block(with_scale, hide=["w"])),
+        autoguide.AutoDelta(handlers.block(with_scale, expose=["w"])),
+    ))),
+    "AutoSemiDAIS": Case(
+        lambda: svi(regression, X, Y, guide=autoguide.AutoSemiDAIS(
+            regression, regression, autoguide.AutoNormal(regression)
+        )), ("AutoSemiDAIS", "all records"),
+    ),
     "AutoSurrogateLikelihoodDAIS": Case(
         lambda: svi(
             regression, X, Y, guide=autoguide.AutoSurrogateLikelihoodDAIS(regression, regression)
         ), ("AutoSurrogateLikelihoodDAIS", "likelihood of records"),
     ),
-    "a guide by hand": Case(of(regression, guide=guide_by_hand)),
+    "a guide by hand": Case(
+        of(regression, guide=drawn(lambda x: numpyro.param("loc", jnp.zeros(D))))
+    ),
 }  # fmt: skip
 
-
-# Losses.
 
 LOSSES = {
     name: Case(of(regression, loss=loss), parts)
@@ -155,19 +141,15 @@ LOSSES = {
 }  # fmt: skip
 
 
-# Handlers.
+def under(handler: Callable[[Any], Any]) -> Callable[..., None]:
+    """A regression with a handler of a column around its outcome."""
 
+    def model(x, column, y):
+        loc = x @ weights()
+        with handler(column):
+            outcome(loc, y)
 
-def masked(x, known, y):
-    loc = x @ weights()
-    with handlers.mask(mask=known):
-        outcome(loc, y)
-
-
-def weighted(x, weight, y):
-    loc = x @ weights()
-    with handlers.scale(scale=weight):
-        outcome(loc, y)
+    return model
 
 
 def replayed() -> Call:
@@ -191,25 +173,15 @@ HANDLERS = {
     "substitute": Case(of(handlers.substitute(with_scale, data={"scale": 2.0}))),
     "trace": Case(of(handlers.trace(regression))),
     "uncondition": Case(of(handlers.uncondition(regression)), ("observed site",)),
-    "mask": Case(of(masked, X, KNOWN, Y)),
-    "scale": Case(of(weighted, X, np.exp(Y), Y)),
+    "mask": Case(of(under(lambda known: handlers.mask(mask=known)), X, KNOWN, Y)),
+    "scale": Case(of(under(lambda weight: handlers.scale(scale=weight)), X, np.exp(Y), Y)),
     "replay": Case(replayed),
 }  # fmt: skip
 
 
-# Plates, loops and branches.
-
-
-def plate_of_latents(x, y):
+def plate_of_latents() -> Any:
     with numpyro.plate("columns", D):
-        w = numpyro.sample("w", dist.Normal(0, 1))
-    outcome(x @ w, y)
-
-
-def indexed(x, y):
-    w = weights()
-    with numpyro.plate("records", N, subsample_size=4) as rows:
-        numpyro.sample("y", dist.Normal(x[rows] @ w, 1), obs=y[rows])
+        return numpyro.sample("w", dist.Normal(0, 1))
 
 
 def subsampled(x, y):
@@ -276,20 +248,22 @@ def loops_of_jax(x, w):
 
 PLATES = {
     "plate": Case(of(regression)),
-    "plate, a second one of records": Case(of(plate_of_latents)),
-    "plate(subsample_size=)": Case(of(indexed)),
+    "plate, a second one of records": Case(
+        of(lambda x, y: outcome(x @ plate_of_latents(), y))
+    ),
+    "plate(subsample_size=)": Case(of(subsampled_by_index)),
     "subsample": Case(of(subsampled)),
-    "plate_stack": Case(of(questions, SERIES), ("which plate counts records", "data_plate=")),
-    "plate_stack, data_plate=": Case(of(questions, SERIES, data_plate="p_1")),
+    "plate_stack": Case(of(questions, PANEL), ("which plate counts records", "data_plate=")),
+    "plate_stack, data_plate=": Case(of(questions, PANEL, data_plate="p_1")),
     "no plate": Case(of(lambda x, y: numpyro.sample("y", dist.Normal(x @ weights(), 1), obs=y)),
         ("in no plate", "numpyro.plate")),
-    "contrib.control_flow.scan, latents in it": Case(of(series(latents_in_a_scan), SERIES),
+    "contrib.control_flow.scan, latents in it": Case(of(series(latents_in_a_scan), PANEL),
         ("'state'", "jax.lax.scan")),
-    "contrib.control_flow.scan, the plate in it": Case(of(plate_in_a_scan, SERIES),
+    "contrib.control_flow.scan, the plate in it": Case(of(plate_in_a_scan, PANEL),
         ("'y'", "whole series")),
-    "contrib.control_flow.scan, no site in it": Case(of(series(scan_without_sites), SERIES)),
-    "jax.lax.scan": Case(of(series(scan_of_jax), SERIES)),
-    "jax.lax.scan, of a record's series": Case(of(series(scan_of_a_series), SERIES)),
+    "contrib.control_flow.scan, no site in it": Case(of(series(scan_without_sites), PANEL)),
+    "jax.lax.scan": Case(of(series(scan_of_jax), PANEL)),
+    "jax.lax.scan, of a record's series": Case(of(series(scan_of_a_series), PANEL)),
     "contrib.control_flow.cond, no site in it": Case(of(located(
         lambda x, w: x @ w * control_flow.cond(w[0] > 0, lambda _: 1.0, lambda _: -1.0, None)
     ))),
@@ -297,15 +271,6 @@ PLATES = {
         ("'w'", "cond", "jnp.where")),
     "jax.lax.cond, jax.lax.fori_loop, jax.vmap": Case(of(located(loops_of_jax))),
 }  # fmt: skip
-
-
-# What a model consists of.
-
-
-def factor_in_the_plate(x, y):
-    loc = x @ weights()
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.factor("y", -jnp.square(y - loc) / 2)
 
 
 def penalised(penalty: Callable[[Any, Any], Any]) -> Callable[..., None]:
@@ -316,20 +281,14 @@ def penalised(penalty: Callable[[Any, Any], Any]) -> Callable[..., None]:
     return located(loc)
 
 
-def key_of_the_model(x, w):
-    return (x * jax.random.bernoulli(numpyro.prng_key(), 0.5, x.shape)) @ w
-
-
-def observed_in_part(x, known, y):
-    loc = x @ weights()
+def observed(x, known, y, masked=False):
+    """Outcomes that are not known of all records."""
+    normal = dist.Normal(x @ weights(), 1)
     with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(loc, 1), obs=y, obs_mask=known)
-
-
-def masked_distribution(x, known, y):
-    loc = x @ weights()
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(loc, 1).mask(known), obs=y)
+        if masked:
+            numpyro.sample("y", normal.mask(known), obs=y)
+        else:
+            numpyro.sample("y", normal, obs=y, obs_mask=known)
 
 
 def two_groups(y):
@@ -364,10 +323,12 @@ PARTS = {
         of(located(lambda x, w: x @ (w + numpyro.param("shift", x.mean(0))))),
         ("depends on the records",),
     ),
-    "prng_key": Case(of(located(key_of_the_model))),
-    "sample(obs_mask=)": Case(of(observed_in_part, X, KNOWN, Y),
+    "prng_key": Case(of(located(
+        lambda x, w: (x * jax.random.bernoulli(numpyro.prng_key(), 0.5, x.shape)) @ w
+    ))),
+    "sample(obs_mask=)": Case(of(observed, X, KNOWN, Y),
         ("'y_unobserved'", "one parameter per record")),
-    "distribution.mask": Case(of(masked_distribution, X, KNOWN, Y)),
+    "distribution.mask": Case(of(observed, X, KNOWN, Y, True)),
     "a discrete latent in the plate": Case(of(two_groups, Y)),
     "a discrete latent outside": Case(
         of(located(lambda x, w: x @ w + numpyro.sample("which", dist.Bernoulli(0.5)))),
@@ -377,8 +338,6 @@ PARTS = {
     "a continuous latent in the plate, and an encoder": Case(of(coded, Y, guide=encoder)),
 }  # fmt: skip
 
-
-# Networks.
 
 PRIOR = dist.Normal(0, 1)
 

@@ -8,7 +8,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from flat import dpmcmc, dpsvi
+from flat import dpmcmc, dpsep, dpsvi
 from flax import nnx
 from jax.flatten_util import ravel_pytree
 from models import of
@@ -16,10 +16,9 @@ from numpyro.contrib.module import flax_module, nnx_module
 from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_dp import DPSEP, SGLD, Privacy, UnsupportedModelError, secret_key
+from numpyro_dp import SGLD, UnsupportedModelError, secret_key
 from numpyro_dp.model.structure import read_model
 from numpyro_dp.run import step
-from numpyro_dp.samplers import FullBatch
 
 
 def masked(x):
@@ -51,30 +50,30 @@ def with_flax(dropout):
     return model
 
 
+KEY = jax.random.key(0)
+ONES = np.ones(50, np.float32)
 X = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("model", "args", "draws"), [
-    (masked, (X[:, 0],), True),
-    (plain, (X[:, 0],), False),
-    (with_flax(True), (X, X[:, 0]), True),
-    (with_flax(False), (X, X[:, 0]), False),
-])  # fmt: skip
-def test_whether_a_model_draws_is_seen(model, args, draws):
-    assert read_model(model, args, {}).draws is draws
-
-
-def driver(model, guide=None, **options):
+def driver(model, guide=AutoDelta, **options):
     """Full batches; without noise unless told otherwise."""
-    options = {"noise_multiplier": 0.0, "secret_key": 1} | options
-    guide = AutoDelta(model) if guide is None else guide
+    options = {"noise_multiplier": 0.0, "secret_key": 1, "repetition": True} | options
     return dpsvi(model, guide, optax.sgd(1.0), **options)
+
+
+def end(model, *args, steps=1, **options):
+    """Parameters after a run, as one vector."""
+    found = driver(model, **options).run(KEY, steps, *args, progress_bar=False).params
+    return np.asarray(ravel_pytree(found)[0], np.float64)
+
+
+def nothing_to_learn(x, y=None):
+    """The guide of a network whose weights are parameters of the model."""
 
 
 def signals(model, x, key):
     svi = driver(model)
-    state = svi.init(jax.random.key(0), x)
+    state = svi.init(KEY, x)
     (session,) = svi._sessions.values()
     estimator = svi.method.estimator(session.problem)
     public = estimator.prepare(key, svi.optim.get_params(state.optim_state))
@@ -84,8 +83,7 @@ def signals(model, x, key):
 
 @pytest.mark.extended
 def test_each_record_has_a_mask_of_its_own_in_each_step():
-    x = np.ones(50, np.float32)
-    one, again, other = (signals(masked, x, jax.random.key(seed)) for seed in (1, 1, 2))
+    one, again, other = (signals(masked, ONES, jax.random.key(seed)) for seed in (1, 1, 2))
     kept = one != 0
     assert len(np.unique(kept, axis=0)) == 50
     assert 0.45 < kept.mean() < 0.55
@@ -98,47 +96,28 @@ def test_each_record_has_a_mask_of_its_own_in_each_step():
 def test_what_records_draw_is_secret(model, same):
     """Masks by public keys and row numbers would all be others where one record is taken out."""
 
-    def step(secret):
-        svi = driver(model, secret_key=secret, repetition=True)
-        found = svi.run(jax.random.key(0), 1, np.ones(50, np.float32), progress_bar=False)
-        return np.asarray(found.params["w_auto_loc"])
-
-    one, again, other = step(1), step(1), step(2)
+    one, again, other = (end(model, ONES, secret_key=secret) for secret in (1, 1, 2))
     np.testing.assert_array_equal(one, again)
     assert np.array_equal(one, other) is same
 
 
 @pytest.mark.full
-def test_a_record_that_draws_counts_as_any_other():
+@pytest.mark.parametrize(("model", "x", "rest", "guide", "huge", "least"), [
+    (masked, ONES, (), AutoDelta, 1e6, 0.99),
+    (with_flax(True), X, (jnp.zeros(40),), nothing_to_learn, 1e4, 0.98),
+])  # fmt: skip
+def test_a_record_that_draws_counts_as_any_other(model, x, rest, guide, huge, least):
     """One that is not finite as nothing, one that is huge by the clip norm."""
 
     def moved(value):
-        x = np.ones(50, np.float32)
-        x[7] = value
-        found = driver(masked).run(jax.random.key(0), 1, x, progress_bar=False).params["w_auto_loc"]
-        return np.asarray(found, np.float64)
+        changed = x.copy()
+        changed[7] = value
+        return end(model, changed, *rest, guide=guide)
 
     nothing = moved(np.nan)
     assert np.isfinite(nothing).all()
     np.testing.assert_array_equal(nothing, moved(np.inf))
-    assert 0.99 < np.linalg.norm(moved(1e6) - nothing) <= 1 + 1e-6
-
-
-@pytest.mark.extended
-def test_a_record_of_a_network_with_dropout_counts_as_any_other():
-    model, y = with_flax(True), jnp.zeros(40)
-
-    def moved(value):
-        x = X.copy()
-        x[7] = value
-        svi = driver(model, lambda x, y=None: None)
-        found = svi.run(jax.random.key(0), 1, x, y, progress_bar=False).params
-        return np.asarray(ravel_pytree(found)[0], np.float64)
-
-    nothing = moved(np.nan)
-    assert np.isfinite(nothing).all()
-    np.testing.assert_array_equal(nothing, moved(np.inf))
-    assert 0.98 < np.linalg.norm(moved(1e4) - nothing) <= 1 + 1e-6
+    assert least < np.linalg.norm(moved(huge) - nothing) <= 1 + 1e-6
 
 
 @pytest.mark.full
@@ -151,8 +130,7 @@ def test_a_record_taken_out_leaves_the_draws_of_others(monkeypatch, by_place):
     def total(kept):
         given = jnp.arange(len(kept), dtype=jnp.uint32) if by_place else jnp.asarray(numbers[kept])
         monkeypatch.setattr(step, "_numbers", lambda key, size: given[:size])
-        found = driver(masked).run(jax.random.key(0), 1, x[kept], progress_bar=False)
-        return np.asarray(found.params["w_auto_loc"], np.float64)
+        return end(masked, x[kept])
 
     rows = np.arange(50)
     moved = np.linalg.norm(total(rows) - total(np.delete(rows, 7)))
@@ -164,23 +142,20 @@ def test_a_record_taken_out_leaves_the_draws_of_others(monkeypatch, by_place):
 
 @pytest.mark.extended
 def test_a_run_that_goes_on_draws_as_one_that_did_not_stop():
-    x = np.ones(50, np.float32)
-
     def noisy():
-        return driver(masked, noise_multiplier=1.0, num_steps=4, repetition=True)
+        return driver(masked, noise_multiplier=1.0, num_steps=4)
 
-    whole = noisy().run(jax.random.key(0), 4, x, progress_bar=False)
-    half = noisy().run(jax.random.key(0), 2, x, progress_bar=False)
-    rest = noisy().run(jax.random.key(0), 2, x, init_state=half.state, progress_bar=False)
-    for name, value in whole.params.items():
-        np.testing.assert_array_equal(value, rest.params[name])
+    half = noisy().run(KEY, 2, ONES, progress_bar=False)
+    rest = noisy().run(KEY, 2, ONES, init_state=half.state, progress_bar=False)
+    whole = end(masked, ONES, steps=4, noise_multiplier=1.0, num_steps=4)
+    np.testing.assert_array_equal(whole, ravel_pytree(rest.params)[0])
 
 
 @pytest.mark.full
 def test_numbers_of_records_are_drawn_in_each_step():
     x = np.ones(3000, np.float32)
     svi = driver(masked)
-    state = svi.init(jax.random.key(0), x).opened
+    state = svi.init(KEY, x).opened
     (session,) = svi._sessions.values()
     rows, found = session.rows((x,), {}), []
     for _ in range(2):
@@ -195,28 +170,18 @@ def test_numbers_of_records_are_drawn_in_each_step():
 
 @pytest.mark.full
 def test_microbatches_change_no_draw():
-    whole, parts = (
-        driver(masked, **options).run(jax.random.key(0), 2, np.ones(50, np.float32),
-                                      progress_bar=False).params["w_auto_loc"]
-        for options in ({}, {"microbatch_size": 7})
-    )  # fmt: skip
+    whole, parts = (end(masked, ONES, steps=2, **each) for each in ({}, {"microbatch_size": 7}))
     np.testing.assert_allclose(whole, parts, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.extended
 def test_each_run_of_a_sweep_draws_by_secret_numbers_of_its_own():
-    x, key = np.ones(50, np.float32), jax.random.key(0)
-    found = driver(masked).sweep(key[None], 1, x, clip_norm=[1.0, 1.0])
+    found = driver(masked).sweep(KEY[None], 1, ONES, clip_norm=[1.0, 1.0])
     one, other = np.asarray(found.params["w_auto_loc"])
     assert not np.array_equal(one, other)
     for index, params in enumerate((one, other)):
-        secret = jax.random.fold_in(secret_key(1), index)
-        alone = (
-            driver(masked, secret_key=secret, repetition=True)
-            .run(key, 1, x, progress_bar=False)
-            .params
-        )
-        np.testing.assert_allclose(params, alone["w_auto_loc"], rtol=1e-4, atol=1e-6)
+        alone = end(masked, ONES, secret_key=jax.random.fold_in(secret_key(1), index))
+        np.testing.assert_allclose(params, alone, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.full
@@ -230,16 +195,15 @@ def test_each_chain_draws_by_secret_numbers_of_its_own(monkeypatch):
 
     monkeypatch.setattr(step, "_numbers", seen)
     mcmc = dpmcmc(SGLD(masked, 1e-3), num_warmup=1, num_samples=2, num_chains=2)
-    mcmc.run(jax.random.key(0), np.ones(50, np.float32))
+    mcmc.run(KEY, ONES)
     jax.effects_barrier()
     assert len(numbers) == 6 and all(len(np.unique(row)) == 50 for row in numbers)
     assert len(np.unique(np.concatenate(numbers))) == 300
 
 
 def test_message_passing_refuses_a_model_that_draws():
-    sep = DPSEP(masked, clip_norm=1.0, sampler=FullBatch(), privacy=Privacy(noise_multiplier=1.0))
     with pytest.raises(UnsupportedModelError, match="draws random keys"):
-        sep.run(jax.random.key(0), 1, X[:, 0])
+        dpsep(masked).run(KEY, 1, X[:, 0])
 
 
 @pytest.mark.full
@@ -272,9 +236,9 @@ def test_dropout_of_flax_is_kept_on_in_prediction():
     x = rng.normal(size=(400, 3)).astype(np.float32)
     y = (np.abs(x[:, 0]) - 0.8).astype(np.float32)
     model = with_flax(True)
-    svi = dpsvi(model, lambda x, y=None: None, optax.adam(0.02), clip_norm=20.0,
+    svi = dpsvi(model, nothing_to_learn, optax.adam(0.02), clip_norm=20.0,
                 noise_multiplier=0.1)  # fmt: skip
-    result = svi.run(jax.random.key(0), 200, x, y, progress_bar=False)
+    result = svi.run(KEY, 200, x, y, progress_bar=False)
     predict = Predictive(model, params=result.params, num_samples=50, parallel=True)
     draws = np.asarray(predict(jax.random.key(1), jnp.asarray(x))["y"])
     assert draws.shape == (50, 400)

@@ -5,10 +5,10 @@ import pathlib
 
 import jax
 import numpy as np
-import numpyro
 import numpyro.distributions as dist
 import pytest
 from flat import grouped
+from models import given, logistic, slopes
 
 from numpyro_dp import DPLaplace, PrivacyBudget, check_records, design, fit, summarize_columns
 from numpyro_dp.model.frames import as_arrays
@@ -32,10 +32,7 @@ def arrow(frame):
 BACKENDS = pytest.mark.parametrize("backend", [lambda frame: frame, polars, arrow])
 
 
-def model(x, y=None):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event())
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+model = logistic()
 
 
 @pytest.mark.every_case
@@ -93,17 +90,16 @@ def test_a_plain_arrow_array():
 
 @pytest.mark.extended
 def test_fits_are_those_of_arrays():
-    own = {"budget": PrivacyBudget(1.0, 1e-5), "secret_key": 3, "repetition": True}
     ids = np.arange(N) // 2
-    by_frame = DPLaplace(model, **grouped(max_rows_per_unit=2, **own)).run(
-        jax.random.key(0),
-        FRAME[["age"]] / 100,
-        FRAME["y"],
-        unit=pd.Series([f"person {i:04d}" for i in ids]),
-    )
-    by_array = DPLaplace(model, **grouped(max_rows_per_unit=2, **own)).run(
-        jax.random.key(0), AGE[:, None] / 100, Y, unit=ids
-    )
+
+    def fitted(x, y, unit):
+        options = grouped(max_rows_per_unit=2, secret_key=3, repetition=True)
+        driver = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-5), **options)
+        return driver.run(jax.random.key(0), x, y, unit=unit)
+
+    people = pd.Series([f"person {i:04d}" for i in ids])
+    by_frame = fitted(FRAME[["age"]] / 100, FRAME["y"], people)
+    by_array = fitted(AGE[:, None] / 100, Y, ids)
     key = jax.random.key(1)
     np.testing.assert_array_equal(by_frame.sample(key, 5)["w"], by_array.sample(key, 5)["w"])
     x, y = design(FRAME, {"age": (0, 100), "sex": ["f", "m"]}).matrix, FRAME["y"]
@@ -168,28 +164,27 @@ def test_columns_without_names():
     x = rng.normal(size=(5, 2))
     np.testing.assert_array_equal(as_arrays((pd.DataFrame(x),), {})[0][0], x)
     assert design(pd.DataFrame(x), {0: (-9, 9)}).names == ("intercept", "0")
-
-
-def test_odd_columns_are_refused():
-    with pytest.raises(ValueError, match="one value for each record"):
-        design({"a": np.ones((3, 2))}, {"a": (0, 1)})
-    with pytest.raises(ValueError, match="one value for each record"):
-        design({"a": np.ones(3), "b": np.ones(2)}, {"a": (0, 1), "b": (0, 1)})
-    times = pd.to_datetime(["2020-01-01", "2020-01-02"])
-    for frame in ({"a": times.to_numpy()}, pd.DataFrame({"a": times})):
-        with pytest.raises(TypeError, match="holds times"):
-            design(frame, {"a": (0, 1)})
     found = design({"a": np.array([1.0, pd.NA, None], object)}, {"a": (0, 2)}, intercept=False)
     np.testing.assert_array_equal(found.matrix[:, 0], [0, np.nan, np.nan])
 
 
+TIMES = pd.to_datetime(["2020-01-01", "2020-01-02"])
+
+
+@pytest.mark.parametrize(("frame", "error", "words"), [
+    ({"a": np.ones((3, 2))}, ValueError, "one value for each record"),
+    ({"a": np.ones(3), "b": np.ones(2)}, ValueError, "one value for each record"),
+    ({"a": TIMES.to_numpy()}, TypeError, "holds times"),
+    (pd.DataFrame({"a": TIMES}), TypeError, "holds times"),
+])  # fmt: skip
+def test_odd_columns_are_refused(frame, error, words):
+    with pytest.raises(error, match=words):
+        design(frame, dict.fromkeys(frame, (0, 1)))
+
+
 @pytest.mark.full
 def test_a_check_of_records():
-    def counts(x, y):
-        w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event())
-        with numpyro.plate("rows", x.shape[0]):
-            numpyro.sample("y", dist.Poisson(jax.numpy.exp(x @ w)), obs=y)
-
+    counts = given(lambda x, w: dist.Poisson(jax.numpy.exp(x @ w)), w=slopes())
     x = rng.normal(size=(50, 4))
     x[:, 1], x[:, 2], x[:, 3] = 3.0, 1.0, 1e4 * x[:, 3]
     x[7, 0] = np.inf

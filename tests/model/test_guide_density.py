@@ -7,12 +7,11 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import dpsvi
 from jax.flatten_util import ravel_pytree
 from numpyro.infer import autoguide
 
-from numpyro_dp import DPSVI, Privacy, UnsupportedModelError
-from numpyro_dp.estimators import aligned
-from numpyro_dp.samplers import FullBatch
+from numpyro_dp import UnsupportedModelError
 
 X = jnp.linspace(0.5, 2.0, 12)
 
@@ -32,10 +31,12 @@ def by_hand(x):
 
 
 def problem_of(guide):
-    svi = DPSVI(model, guide, optax.sgd(0.1), estimator=aligned(), clip_norm=1.0,
-                sampler=FullBatch(), privacy=Privacy(noise_multiplier=1.0))  # fmt: skip
+    svi = dpsvi(model, guide, optax.sgd(0.1))
     state = svi.init(jax.random.key(0), X)
     return svi._session((X,), {}).problem, svi.optim.get_params(state.optim_state)
+
+
+LATENTS = {"mean": jnp.asarray(0.4), "scale": jnp.array([0.2, -0.7])}
 
 
 @pytest.mark.full
@@ -51,7 +52,7 @@ def test_automatic_guides(kind):
         latents, entropy = problem.draw(params, jax.random.key(3))
         expected = -entropy  # of this draw, along the flow; below it is inverted
     else:
-        latents = {"mean": jnp.asarray(0.4), "scale": jnp.array([0.2, -0.7])}
+        latents = LATENTS
         if kind is autoguide.AutoNormal:
             expected = sum(
                 dist.Normal(values[f"{s}_auto_loc"], values[f"{s}_auto_scale"]).log_prob(z).sum()
@@ -68,11 +69,10 @@ def test_automatic_guides(kind):
 @pytest.mark.full
 def test_a_guide_by_hand():
     problem, params = problem_of(by_hand)
-    latents = {"mean": jnp.asarray(0.4), "scale": jnp.array([0.2, -0.7])}
-    scale = np.exp(latents["scale"])  # the Jacobian of exp joins the density
+    scale = np.exp(LATENTS["scale"])  # the Jacobian of exp joins the density
     gamma = dist.Gamma(2.0 + 0.16, jnp.array([1.0, 2.0]))
     expected = dist.Normal(0.3, 0.5).log_prob(0.4) + jnp.sum(gamma.log_prob(scale) + jnp.log(scale))
-    np.testing.assert_allclose(problem.log_density(latents, params), expected, rtol=1e-5)
+    np.testing.assert_allclose(problem.log_density(LATENTS, params), expected, rtol=1e-5)
 
 
 @pytest.mark.extended

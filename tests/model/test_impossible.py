@@ -8,6 +8,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from flat import dpsep, dpsvi
+from models import given, slopes
 from numpyro import handlers
 from numpyro.infer.autoguide import AutoDelta
 
@@ -32,12 +33,7 @@ def normal(name, size):
 
 
 def outcome(likelihood):
-    def model(x, y=None):
-        w = normal("w", 2)
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", likelihood(x @ w), obs=y)
-
-    return model
+    return given(lambda x, w: likelihood(x @ w), w=slopes())
 
 
 poisson = outcome(lambda eta: dist.Poisson(jnp.exp(eta)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,9 +13,11 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import grouped
 from hostile import (
     HOSTILE,
     KEY,
+    NOISY,
     PATIENT_OF,
     PATIENTS,
     Call,
@@ -36,23 +39,13 @@ from numpyro.infer.autoguide import AutoDelta, AutoNormal
 from numpyro.infer.initialization import init_to_value
 from ordinary import ORDINARY
 
-from numpyro_dp import DPSEP, DPSVI, SGLD
+from numpyro_dp import DPSEP, DPSVI, SGLD, DPLaplace
 from numpyro_dp.model.public import PublicValues, argument_names, declare
 
+ROWS = {row.name: row for row in HOSTILE}
 REFUSED = [row for row in HOSTILE if row.parts is not None]
 SAFE = [row for row in HOSTILE if row.parts is None]
 SLACK = 1e-3
-
-
-def names(rows: Any) -> list[str]:
-    return [row.name for row in rows]
-
-
-def test_names_are_taken_once() -> None:
-    assert set(names(REFUSED)) >= KINDS
-    for table in (HOSTILE, ORDINARY):
-        assert len(set(names(table))) == len(table)
-
 
 # One row for each way of a record around its argument: these are in the README's tier.
 KINDS = {
@@ -68,11 +61,35 @@ KINDS = {
 }  # fmt: skip
 
 
+# Shapes decide: records of NaN give the same message.
+BLIND = {
+    "a_jitted_helper_standardises", "a_table_of_patients", "a_gram_matrix", "a_start_at_the_means",
+}  # fmt: skip
+# Those that need no guide, optimiser or fold.
+OF_A_MODEL = sorted(KINDS - {
+    "a_column_of_records_that_are_all_alike", "a_guide_that_publishes_column_means",
+    "a_start_at_the_means", "a_fold_that_adds_records", "an_optimiser_that_adds_records",
+    "an_estimator_that_adds_records_afterwards", "a_second_table_beside_a_mixture",
+})  # fmt: skip
+
+
+def as_parameters(rows: Any, mark: Callable[[int, Any], Any]) -> list[Any]:
+    """Rows with their marks and names."""
+    return [
+        pytest.param(row, id=row.name, marks=mark(number, row) or ())
+        for number, row in enumerate(rows)
+    ]
+
+
+def test_names_are_taken_once() -> None:
+    assert {row.name for row in REFUSED} >= KINDS
+    for table in (HOSTILE, ORDINARY):
+        assert len({row.name for row in table}) == len(table)
+
+
 @pytest.mark.table
 @pytest.mark.parametrize(
-    "row",
-    [pytest.param(r, marks=pytest.mark.every_case) if r.name in KINDS else r for r in REFUSED],
-    ids=names(REFUSED),
+    "row", as_parameters(REFUSED, lambda _, row: row.name in KINDS and pytest.mark.every_case)
 )
 def test_what_is_hostile_is_refused(row: Any) -> None:
     with pytest.raises((ValueError, TypeError)) as error:
@@ -81,6 +98,26 @@ def test_what_is_hostile_is_refused(row: Any) -> None:
     assert type(error.value).__module__.split(".")[0] in ("builtins", "numpyro_dp"), message
     for part in row.parts:
         assert part in message
+    if row.name in BLIND:
+        call = row.build()
+        args = jax.tree.map(lambda leaf: taken_out(np.array(leaf)), call.args)
+        with pytest.raises(type(error.value)) as other:
+            call._replace(args=args).initialise()
+        assert str(other.value) == message
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("name", OF_A_MODEL)
+@pytest.mark.usefixtures("no_run")
+def test_a_hostile_model_is_refused_by_laplace_too(name: str) -> None:
+    call = ROWS[name].build()
+    assert call.driver is DPSVI
+    other = ("guide", "optim", "estimator", *NOISY)
+    kept = {key: value for key, value in call.options.items() if key not in other}
+    with pytest.raises((ValueError, TypeError)) as error:
+        DPLaplace(**grouped(noise_multiplier=1.0, **kept)).run(KEY, *call.args, **call.kwargs)
+    for part in ROWS[name].parts:
+        assert part in str(error.value)
 
 
 def without_noise(call: Call) -> Call:
@@ -131,7 +168,7 @@ def distance(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
 
 
 @pytest.mark.table
-@pytest.mark.parametrize("row", SAFE, ids=names(SAFE))
+@pytest.mark.parametrize("row", as_parameters(SAFE, lambda *_: ()))
 def test_what_is_accepted_is_safe(row: Any) -> None:
     """No record moves the sum by more than the clip norm, nor its replacement by more than two."""
     call = without_noise(row.build())
@@ -150,60 +187,24 @@ def test_what_is_accepted_is_safe(row: Any) -> None:
     assert reads
 
 
-def in_tiers(rows: Any) -> list[Any]:
+def tier(number: int, row: Any) -> Any:
     """All slow rows and every sixth of the others: .ci/run has no time for more."""
-    marks = [pytest.mark.slow if row.slow else pytest.mark.extended for row in rows]
-    return [
-        pytest.param(row, marks=mark) if row.slow or number % 6 else row
-        for number, (row, mark) in enumerate(zip(rows, marks, strict=True))
-    ]
+    return pytest.mark.slow if row.slow else number % 6 and pytest.mark.extended
 
 
 @pytest.mark.table
-@pytest.mark.parametrize("row", in_tiers(ORDINARY), ids=names(ORDINARY))
+@pytest.mark.parametrize("row", as_parameters(ORDINARY, tier))
 def test_what_is_ordinary_is_accepted(row: Any) -> None:
     row.build().initialise()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "row",
-    [pytest.param(r, marks=pytest.mark.extended) if i % 24 else r for i, r in enumerate(ORDINARY)],
-    ids=names(ORDINARY),
+    "row", as_parameters(ORDINARY, lambda number, _: number % 24 and pytest.mark.extended)
 )
 def test_what_is_ordinary_runs(row: Any) -> None:
     values = row.build().steps(2)
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(values))
-
-
-@pytest.mark.parametrize("name", [
-    "a_jitted_helper_standardises", "a_table_of_patients", "a_gram_matrix", "a_start_at_the_means",
-])  # fmt: skip
-def test_refusals_look_at_no_record(name: str) -> None:
-    """Shapes decide: records of NaN give the same message."""
-    row = next(row for row in HOSTILE if row.name == name)
-    call = row.build()
-    messages = []
-    for change in (as_it_is, taken_out):
-        args = jax.tree.map(lambda leaf, change=change: change(np.array(leaf)), call.args)
-        with pytest.raises(ValueError) as error:
-            row.build()._replace(args=args).initialise()
-        messages.append(str(error.value))
-    assert messages[0] == messages[1]
-
-
-def entries(privacy: Any) -> list[tuple[tuple[int, ...], str]]:
-    assert isinstance(privacy.public, tuple)
-    return sorted((tuple(each.shape), str(np.dtype(each.dtype))) for each in privacy.public)
-
-
-def assert_listed(privacy: Any, place: str, shape: tuple[int, ...]) -> None:
-    """One entry is of this place and shape, and the printed report shows it."""
-    found = [each for each in privacy.public if place in each.place and each.shape == shape]
-    assert len(found) == 1
-    text = str(privacy)
-    assert found[0].place in text
-    assert str(list(shape))[1:-1] in text
 
 
 MEANS, KNOTS = X.mean(0), jnp.linspace(-1, 1, 12)
@@ -267,6 +268,17 @@ REPORTS: dict[str, tuple[Any, list[tuple[str, tuple[int, ...]]]]] = {
 RARE = {"an argument of a sampler", "what an inner program captures", "a small statistic"}
 
 
+def assert_listed(privacy: Any, expected: list[tuple[str, tuple[int, ...]]]) -> None:
+    """These places and shapes are entries, and nothing else; the printed report shows them."""
+    assert isinstance(privacy.public, tuple)
+    assert sorted(each.shape for each in privacy.public) == sorted(shape for _, shape in expected)
+    for place, shape in expected:
+        found = [each for each in privacy.public if place in each.place and each.shape == shape]
+        assert len(found) == 1 and np.dtype(found[0].dtype) == np.float32
+        assert found[0].place in str(privacy)
+        assert str(list(shape))[1:-1] in str(privacy)
+
+
 @pytest.mark.full
 @pytest.mark.every_case
 @pytest.mark.parametrize(
@@ -277,45 +289,46 @@ def test_a_report_lists_what_is_public_and_nothing_else(name: str) -> None:
     privacy = build().report()
     plate = "visits" if ("patients", (25, 2)) in expected else "records"
     assert privacy.data_plate == plate and plate in str(privacy)
-    assert entries(privacy) == sorted((shape, "float32") for _, shape in expected)
-    for place, shape in expected:
-        assert_listed(privacy, place, shape)
+    assert_listed(privacy, expected)
 
 
-def test_another_array_than_the_declared_one_is_refused() -> None:
-    other = jnp.zeros((N, D))
-    with pytest.raises(ValueError, match=r"\(60, 3\)"):
-        svi(located(lambda x, w: x @ w + column_means() @ w), X, Y, public=[other]).initialise()
+def with_scalars(*more: Any) -> Any:
+    few = [jnp.asarray(value) for value in Y[:25]]
+    return svi(located(lambda x, w, scalars: x @ w + sum(scalars)), X, Y, [*few, *more])
 
 
-@pytest.mark.parametrize("make", [svi, sep])
-def test_public_with_a_name_that_is_not_there(make: Any) -> None:
-    call = make(visits, X, Y, PATIENTS, PATIENT_OF, public=["patient"])
+NAMES = ["patient", "'x'", "'y'", "'patients'", "'patient_of'"]
+DECLARED: dict[str, tuple[Any, list[str]]] = {
+    "another array than the declared one": (
+        lambda: svi(
+            located(lambda x, w: x @ w + column_means() @ w), X, Y, public=[jnp.zeros((N, D))]
+        ), ["(60, 3)"],
+    ),
+    "a name that is not there": (lambda: svi(visits, *BY_VISIT, public=["patient"]), NAMES),
+    "that of DPSEP": (lambda: sep(visits, *BY_VISIT, public=["patient"]), NAMES),
+    "a name alone": (lambda: svi(visits, *BY_VISIT, public="patients"), ["public"]),
+    **{f"another kind, {value}": (
+        lambda value=value: svi(visits, *BY_VISIT, public=value), ["public"]
+    ) for value in (3, [3.5], [None])},
+    "all records": (lambda: svi(regression, X, Y, public=["x", "y"]), ["60"]),
+    "arguments are no captured arrays": (lambda: svi(visits, *BY_VISIT, public="captured"),
+        ["(25, 2)"]),
+    "too many scalars": (lambda: with_scalars(jnp.asarray(0.0)), ["26 arrays of one number"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_what_is_declared_public_wrongly_is_refused(name: str) -> None:
+    build, parts = DECLARED[name]
     with pytest.raises((ValueError, TypeError)) as error:
-        call.initialise()
-    for part in ("patient", "'x'", "'y'", "'patients'", "'patient_of'"):
+        build().initialise()
+    for part in parts:
         assert part in str(error.value)
-
-
-@pytest.mark.parametrize("public", ["patients", 3, [3.5], [None]], ids=str)
-def test_public_of_another_kind(public: Any) -> None:
-    """A name alone is no sequence of names."""
-    with pytest.raises((ValueError, TypeError), match="public"):
-        svi(visits, X, Y, PATIENTS, PATIENT_OF, public=public).initialise()
-
-
-def test_all_records_declared_public() -> None:
-    with pytest.raises(ValueError, match="60"):
-        svi(regression, X, Y, public=["x", "y"]).initialise()
 
 
 @pytest.mark.full
 def test_scalars_are_small_while_they_are_few() -> None:
-    model = located(lambda x, w, scalars: x @ w + sum(scalars))
-    few = [jnp.asarray(value) for value in Y[:25]]
-    svi(model, X, Y, few).initialise()
-    with pytest.raises((ValueError, TypeError), match="26 arrays of one number"):
-        svi(model, X, Y, [*few, jnp.asarray(0.0)]).initialise()
+    with_scalars().initialise()
 
 
 @pytest.mark.parametrize(("number", "allowed"), [(60, 15), (200, 50), (400, 100), (10**6, 100)])
@@ -327,13 +340,11 @@ def test_undeclared_arrays_have_a_quarter_of_the_records_and_at_most_a_hundred_e
     def held(*tables: Any) -> Any:
         public = PublicValues(declare(), "records", number)
         public.check("model", lambda x: x + sum(jnp.sum(jnp.asarray(t)) for t in tables), 0.0)
-        return [each.shape for each in public.arrays]
+        return sorted(each.shape for each in public.arrays)
 
     for table in (np.ones, np.zeros, np.arange, lambda n: np.sin(np.arange(n))):
         assert held(table(allowed)) == [(allowed,)]
-        assert sorted(held(table(5), np.cos(np.arange(allowed - 5)))) == sorted(
-            [(5,), (allowed - 5,)]
-        )
+        assert held(table(5), np.cos(np.arange(allowed - 5))) == sorted([(5,), (allowed - 5,)])
         with pytest.raises(ValueError, match=f"{allowed + 1} entries. At most {allowed} are"):
             held(table(allowed + 1))
         with pytest.raises(ValueError, match=f"{allowed + 5} entries"):
@@ -350,24 +361,8 @@ def test_everything_that_is_captured_may_be_declared_public() -> None:
     with pytest.raises(ValueError, match="NumPy computes it inside the model.*'captured'"):
         svi(loc, X, Y, public=[points]).initialise()
     for public in ("captured", ["captured"]):
-        assert_listed(svi(loc, X, Y, public=public).report(), "model", (20, 20, D))
-    call = svi(visits, X, Y, PATIENTS, PATIENT_OF, public="captured")
-    with pytest.raises(ValueError, match=r"\(25, 2\)"):  # arguments are named by themselves
-        call.initialise()
-    call = svi(visits, X, Y, PATIENTS, PATIENT_OF, public=["patients", "captured"])
-    call.initialise()
-
-
-@pytest.mark.extended
-def test_numbers_of_special_functions_are_not_counted() -> None:
-    """The inverse of the normal distribution has more than forty of them."""
-    special = jax.scipy.special
-
-    def loc(x, w):
-        p = jax.nn.sigmoid(x[:, 0] * w[0])
-        return special.ndtri(p) + special.log_ndtr(p) + special.betainc(2.0, 3.0, p)
-
-    svi(located(loc), X, Y).initialise()
+        assert_listed(svi(loc, X, Y, public=public).report(), [("model", (20, 20, D))])
+    svi(visits, *BY_VISIT, public=["patients", "captured"]).initialise()
 
 
 def test_a_sweep_refuses_as_a_run_does() -> None:
@@ -391,12 +386,8 @@ def test_names_of_arguments_are_those_of_the_wrapper() -> None:
 
     def inner(y: Any, z: Any, t: Any) -> None: ...
 
-    @functools.wraps(inner)
-    def reordered(t: Any, y: Any, z: Any) -> None: ...
-
-    @functools.wraps(inner)
-    def passed_on(*args: Any) -> None: ...
-
+    reordered = functools.wraps(inner)(lambda t, y, z: None)
+    passed_on = functools.wraps(inner)(lambda *args: None)
     args = (1, 2, 3)
     assert argument_names(reordered, args) == ["t", "y", "z"]
     for model in (inner, passed_on, jax.jit(inner), numpyro.handlers.seed(inner, 0)):

@@ -12,6 +12,7 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import dpsvi
 from hostile import KEY, LABELS, D, N, X, Y, located, mcmc, sep, svi, weights
 from numpyro import handlers
 from numpyro.distributions import biject_to, transforms
@@ -20,9 +21,8 @@ from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 from numpyro.infer.initialization import init_to_mean, init_to_median, init_to_sample
 
 import numpyro_dp
-from numpyro_dp import SGLD, DPLaplace, Privacy, PrivacyBudget, UnsupportedModelError, fit
+from numpyro_dp import SGLD, DPLaplace, PrivacyBudget, UnsupportedModelError, fit
 from numpyro_dp.posterior import rehearse
-from numpyro_dp.run.session import Session
 
 TINY = PrivacyBudget(1e-3, 1e-5)
 
@@ -45,15 +45,6 @@ def means(*shape: int) -> Any:
 def called(self, *args, **kwargs):
     value, rest = super(Prior, self).__call__(*args, **kwargs)
     return value + means(), rest
-
-
-def table(self):
-    return jnp.asarray(X)
-
-
-def printed(self, key, sample_shape=()):
-    jax.debug.print("{}", key)
-    return super(Prior, self).sample(key, sample_shape)
 
 
 def drawn_from(values: Any, kind: Any = Prior) -> Any:
@@ -152,9 +143,7 @@ def leak(values: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def in_a_dict(data):
-    if data["y"] is None:
-        numpyro.deterministic("training", jnp.asarray(X))
-    logistic()(data["x"], data["y"])
+    behind_a_missing_outcome(data["x"], data["y"])
 
 
 def behind_a_missing_outcome(x, y=None):
@@ -216,12 +205,16 @@ PRIORS: dict[str, Any] = {
     "a transform of a support": prior_with(support=Transformed(inverse=False)),
     "its inverse": prior_with(support=Transformed(inverse=True)),
     "a cached property": prior_with(
-        table=lazy_property(table),
+        table=lazy_property(lambda self: jnp.asarray(X)),
         sample=lambda self, key, sample_shape=(): (
             self.table.mean(0) + jnp.zeros((*sample_shape, D))
         ),
     ),
-    "a sampler that prints": prior_with(sample=printed),
+    "a sampler that prints": prior_with(
+        sample=lambda self, key, sample_shape=(): (
+            jax.debug.print("{}", key) or NORMAL.sample(key, sample_shape)
+        )
+    ),
 }  # fmt: skip
 SITES: dict[str, Callable[[], Any]] = {
     "many keys": leak(lambda: jax.random.wrap_key_data(KEYS)),
@@ -263,14 +256,6 @@ DRIVERS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.fixture
-def no_run(monkeypatch: Any) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        pytest.fail("a run has begun")
-
-    monkeypatch.setattr(Session, "run", fail)
-
-
 @pytest.mark.every_case
 @pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.usefixtures("no_run")
@@ -296,12 +281,10 @@ class WithMean(dist.Normal):
 def test_starts_that_are_drawn_are_looked_at(start: Any) -> None:
     kind = (lambda: WithMean(jnp.zeros(D), 1.0)) if start is init_to_mean else Fitted
     model = with_prior(kind)
-    for driver in (
-        svi(model, X, LABELS, guide=AutoDelta(model, init_loc_fn=start)).make(),
-        svi(model, X, LABELS, guide=AutoDiagonalNormal(model, init_loc_fn=start)).make(),
-    ):
+    for guide in (AutoDelta, AutoDiagonalNormal):
+        call = svi(model, X, LABELS, guide=guide(model, init_loc_fn=start))
         with pytest.raises(UnsupportedModelError, match=r"\(60, 3\)"):
-            driver.init(KEY, X, LABELS)
+            call.initialise()
     with pytest.raises(UnsupportedModelError, match=r"\(60, 3\)"):
         mcmc(SGLD(model, 1e-3, init_strategy=start), X, LABELS).make().run(KEY, X, LABELS)
 
@@ -337,53 +320,28 @@ def test_predict_runs_what_was_looked_at() -> None:
 
 
 @pytest.mark.full
-def test_predict_takes_arrays_of_one_value_and_counts() -> None:
-    def model(x, y=None):
-        w = weights()
-        numpyro.deterministic("number", jnp.asarray(np.arange(x.shape[0])))
-        mean = x @ w + np.zeros(x.shape[0])
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", dist.Normal(mean, 1.0), obs=y)
-
-    posterior = fit(model, X, Y, epsilon=1.0, rng_key=KEY, progress_bar=False)
-    assert posterior.predict(KEY, X[:5], num_samples=3)["y"].shape == (3, 5)
-
-
-@pytest.mark.extended
 def test_predict_takes_what_the_run_took(tmp_path: Any) -> None:
-    """Public arrays, small ones, parameters of a network, and values of arguments."""
+    """Public arrays, small ones, arrays of one value, counts, parameters, values of arguments."""
     table, small = jnp.asarray(np.linspace(-1, 1, 50)), np.array([0.5, 1.0, 1.5], np.float32)
 
     def model(x, group, y=None, scale=None):
-        shift = numpyro.param("shift", jnp.zeros(3))
+        shift = numpyro.param("shift", jnp.zeros(3)).sum() + table[jnp.asarray(group)]
         w = numpyro.sample("w", dist.Normal(0, scale).to_event(1))
-        shift = table[jnp.asarray(group)] + shift.sum()
-        mean = numpyro.deterministic("mean", jnp.asarray(x) * small @ w + shift)
+        numpyro.deterministic("number", jnp.asarray(np.arange(x.shape[0])))
+        mean = jnp.asarray(x) * small @ w + shift + np.zeros(x.shape[0])
         if y is None:
             numpyro.deterministic("largest", jnp.full(int(np.max(group)), 1.0))
         with numpyro.plate("records", x.shape[0]):
             numpyro.sample("y", dist.Normal(mean, 1.0), obs=y)
 
     group, scale = np.arange(N) % 50, np.array([1.0, 2.0, 3.0])
-    driver = numpyro_dp.DPSVI(
-        model, AutoDiagonalNormal(model), optax.adam(0.01), clip_norm=1.0, budget=TINY,
-        sampler=numpyro_dp.samplers.FullBatch(), privacy=Privacy(public=[table]), scale=scale,
-    )  # fmt: skip
+    driver = dpsvi(model, AutoDiagonalNormal, optax.adam(0.01), budget=TINY, public=[table],
+                   estimator=None, scale=scale)  # fmt: skip
     posterior = driver.run(KEY, 3, X, group, Y, progress_bar=False).posterior
     posterior.save(tmp_path / "a.posterior")
-    loaded = numpyro_dp.load(tmp_path / "a.posterior", model, scale=scale)
-    for each in (posterior, loaded):
+    for each in (posterior, numpyro_dp.load(tmp_path / "a.posterior", model, scale=scale)):
         assert each.predict(KEY, X[:2], group[:2], num_samples=3)["y"].shape == (3, 2)
         assert each.predict(KEY, X, group, num_samples=3)["largest"].shape == (3, 49)
-
-
-def test_a_model_without_a_sampler_for_its_outcome_runs() -> None:
-    class Outcome(dist.Normal):
-        def sample(self, key, sample_shape=()):
-            raise NotImplementedError
-
-    call = svi(located(likelihood=lambda eta: Outcome(eta, 1.0)), X, Y)
-    call.make().init(KEY, X, Y)
 
 
 def test_rehearsal_draws_from_checked_models_only() -> None:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
 import scipy.stats
+from flat import dpsvi
+from models import given
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPSVI, Privacy
 from numpyro_dp._compat import make_program
 from numpyro_dp.estimators import aligned
 from numpyro_dp.model.dependence import loops_by_inputs
 from numpyro_dp.model.simulated import drawn
-from numpyro_dp.samplers import FullBatch
 
 DRAWS = 100_000
 LAWS = {
@@ -60,17 +59,19 @@ def test_draws_have_their_law(name):
     assert found.mean() == pytest.approx(law.mean(), abs=spread)
 
 
-def test_zero_inflated_counts():
-    found = many(dist.ZeroInflatedPoisson(0.3, 2.0))
-    assert np.mean(found == 0) == pytest.approx(0.3 + 0.7 * np.exp(-2), abs=0.006)
-    assert found.mean() == pytest.approx(1.4, abs=0.02)
+PARTS = dist.Gamma(jnp.array([2.0, 40.0]), jnp.array([2.0, 2.0]))
+MIXED = dist.MixtureSameFamily(dist.Categorical(jnp.array([0.25, 0.75])), PARTS)
 
 
-def test_a_mixture():
-    parts = dist.Gamma(jnp.array([2.0, 40.0]), jnp.array([2.0, 2.0]))
-    found = many(dist.MixtureSameFamily(dist.Categorical(jnp.array([0.25, 0.75])), parts))
-    assert np.mean(found < 7) == pytest.approx(0.25, abs=0.006)
-    assert found.mean() == pytest.approx(0.25 + 0.75 * 20, abs=0.15)
+@pytest.mark.every_case
+@pytest.mark.parametrize(("fn", "below", "share", "mean", "spread"), [
+    (dist.ZeroInflatedPoisson(0.3, 2.0), 0.5, 0.3 + 0.7 * np.exp(-2), 1.4, 0.02),
+    (MIXED, 7, 0.25, 0.25 + 0.75 * 20, 0.15),
+], ids=["zero-inflated", "mixture"])  # fmt: skip
+def test_a_law_of_two_parts(fn, below, share, mean, spread):
+    found = many(fn)
+    assert np.mean(found < below) == pytest.approx(share, abs=0.006)
+    assert found.mean() == pytest.approx(mean, abs=spread)
 
 
 @pytest.mark.extended
@@ -148,15 +149,6 @@ def test_a_rate_without_a_law_is_no_count(rate):
     assert np.all(many(fn) == -1)  # outside the support: its score is not finite, or clipped
 
 
-def outcome(likelihood):
-    def model(x, y=None):
-        w = numpyro.sample("w", dist.Normal(0, 1))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("y", likelihood(x * w), obs=y)
-
-    return model
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize("estimator", [None, aligned()])
 def test_a_report_says_if_records_decide_how_long_a_step_takes(estimator):
@@ -168,10 +160,8 @@ def test_a_report_says_if_records_decide_how_long_a_step_takes(estimator):
         (lambda eta: dist.VonMises(eta, 1.0), x, False),  # the loop depends on chance alone
         (lambda eta: dist.VonMises(0.0, jnp.exp(eta)), x, True),
     ):
-        model = outcome(likelihood)
-        svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), estimator=estimator,
-                    clip_norm=1.0, sampler=FullBatch(),
-                    privacy=Privacy(noise_multiplier=1.0))  # fmt: skip
+        model = given(lambda x, w, fn=likelihood: fn(x * w), w=dist.Normal(0, 1))
+        svi = dpsvi(model, AutoDiagonalNormal, optax.adam(0.1), estimator=estimator)
         report = svi.run(jax.random.key(0), 1, x, y, progress_bar=False).privacy
         assert report.timed is (drawn_in_a_loop and estimator is None)
         assert ("length depends on a record" in str(report)) is report.timed

@@ -1,5 +1,6 @@
 """What test_devices.py runs in processes of its own: the same runs, on the devices there are."""
 
+import functools
 import json
 import os
 import pathlib
@@ -13,14 +14,15 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import optax
-from flat import grouped
+from flat import dpmcmc, dpsep, dpsvi
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from models import logistic
 from numpyro.contrib.module import flax_module
 from numpyro.infer import Trace_ELBO
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 
-from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, Execution, Ledger, Privacy, PrivacyBudget
-from numpyro_dp.estimators import aligned, vanilla
+from numpyro_dp import SGLD, Ledger, PrivacyBudget
+from numpyro_dp.estimators import vanilla
 from numpyro_dp.mechanisms import AdaptiveClip, LossRelease
 from numpyro_dp.run.checkpoint import Checkpoint
 from numpyro_dp.samplers import FixedSize, FullBatch, Permutation, Poisson
@@ -28,16 +30,19 @@ from numpyro_dp.samplers import FixedSize, FullBatch, Permutation, Poisson
 N, DIM = 96, 5
 
 
-def regression(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([DIM]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+regression = logistic()
 
 
 class Net(nn.Module):
+    sizes: tuple = (64, 64)
+    rate: float = 0.0
+
     @nn.compact
     def __call__(self, x):
-        return nn.Dense(2)(nn.tanh(nn.Dense(64)(nn.tanh(nn.Dense(64)(x)))))
+        for size in self.sizes:
+            x = nn.tanh(nn.Dense(size)(x))
+        x = nn.Dropout(self.rate, deterministic=False)(x) if self.rate else x
+        return nn.Dense(2)(x)
 
 
 def scaled(x, y, scale):
@@ -67,16 +72,10 @@ def encoder(x, y):
 
 
 def with_dropout(x, y):
-    net = flax_module("net", Dropping(), input_shape=(1, DIM), apply_rng=["dropout"])
+    net = flax_module("net", Net((16,), 0.5), input_shape=(1, DIM), apply_rng=["dropout"])
     with numpyro.plate("records", x.shape[0]):
         logits = net(x, rngs={"dropout": numpyro.prng_key()})
         numpyro.sample("y", dist.Categorical(logits=logits), obs=y)
-
-
-class Dropping(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(2)(nn.Dropout(0.5, deterministic=False)(nn.tanh(nn.Dense(16)(x))))
 
 
 def network(x, y):
@@ -91,63 +90,46 @@ def records(number):
     return x, (x[:, 0] > 0).astype(np.int32)
 
 
-def driver(model, guide, mesh, sampler, estimator=aligned, **options):
+def driver(mesh, sampler=Poisson(0.2), model=regression, guide=AutoDiagonalNormal, **options):  # noqa: B008
     relation = "replace_one" if isinstance(sampler, FixedSize) else "add_or_remove_one"
-    budget = PrivacyBudget(2.0, 1e-5, relation)
-    options = {
-        "secret_key": 1, "repetition": True, "clip_norm": 0.5, "budget": budget,
-    } | options  # fmt: skip
-    return DPSVI(
-        model,
-        guide(model),
-        optax.adam(0.05),
-        **grouped(estimator=estimator(), sampler=sampler, mesh=mesh, **options),
-    )
+    settings = {"secret_key": 1, "repetition": True, "clip_norm": 0.5}
+    settings["budget"] = PrivacyBudget(2.0, 1e-5, relation)
+    return dpsvi(model, guide, optax.adam(0.05), sampler=sampler, mesh=mesh, **settings | options)
 
 
 def cases(mesh):
     """Name -> (driver, number of records)."""
-    normal = AutoDiagonalNormal
+    one, plain = functools.partial(driver, mesh), vanilla()
+    net = functools.partial(one, Poisson(0.5), network, AutoDelta, estimator=plain)
+    own = {"secret_key": 1, "repetition": True, "budget": PrivacyBudget(2.0, 1e-5), "mesh": mesh}
     return {
-        "Poisson": (driver(regression, normal, mesh, Poisson(0.2)), N),
-        "vanilla": (driver(regression, normal, mesh, Poisson(0.2), vanilla), N),
-        "fixed size": (driver(regression, normal, mesh, FixedSize(13)), N),
-        "permutation": (driver(regression, normal, mesh, Permutation(12)), N),
-        "full batch": (driver(regression, normal, mesh, FullBatch()), N),
-        "as products": (driver(network, AutoDelta, mesh, Poisson(0.5), vanilla), N),
-        "microbatches": (
-            driver(network, AutoDelta, mesh, Poisson(0.5), vanilla, microbatch_size=3), N,
-        ),
-        "not divisible": (driver(regression, normal, mesh, FullBatch()), N + 3),
-        "message passing": (
-            DPSEP(
-                regression, clip_norm=1.0, sampler=Poisson(0.2),
-                privacy=Privacy(secret_key=1, repetition=True), execution=Execution(mesh=mesh),
-                budget=PrivacyBudget(2.0, 1e-5),
-            ), N,
-        ),
-        "by hand": (driver(regression, lambda _: by_hand, mesh, Poisson(0.2), vanilla), N),
-        "several draws": (
-            driver(regression, normal, mesh, Poisson(0.2), vanilla, loss=Trace_ELBO(3)), N,
-        ),
-        "latents": (driver(with_codes, lambda _: encoder, mesh, Poisson(0.2)), N),
-        "dropout": (driver(with_dropout, AutoDelta, mesh, Poisson(0.2), vanilla), N),
-        "public argument": (driver(scaled, normal, mesh, Poisson(0.2), public=["scale"]), N),
-        "adaptive": (
-            driver(
-                regression, normal, mesh, Poisson(0.2), clip_norm=AdaptiveClip(1.0),
-                loss_release=LossRelease(5.0),
-            ), N + 3,
-        ),
-    }  # fmt: skip
+        "Poisson": (one(), N),
+        "vanilla": (one(estimator=plain), N),
+        "fixed size": (one(FixedSize(13)), N),
+        "permutation": (one(Permutation(12)), N),
+        "full batch": (one(FullBatch()), N),
+        "as products": (net(), N),
+        "microbatches": (net(microbatch_size=3), N),
+        "not divisible": (one(FullBatch()), N + 3),
+        "message passing": (dpsep(regression, sampler=Poisson(0.2), **own), N),
+        "by hand": (one(guide=by_hand, estimator=plain), N),
+        "several draws": (one(estimator=plain, loss=Trace_ELBO(3)), N),
+        "latents": (one(model=with_codes, guide=encoder), N),
+        "dropout": (one(model=with_dropout, guide=AutoDelta, estimator=plain), N),
+        "public argument": (one(model=scaled, public=["scale"]), N),
+        "adaptive": (one(clip_norm=AdaptiveClip(1.0), loss_release=LossRelease(5.0)), N + 3),
+    }
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]).tolist()
 
 
 def run(svi, data, steps=5, **options):
     result = svi.run(jax.random.key(0), steps, *data, progress_bar=False, **options)
-    flat = [np.asarray(leaf).ravel() for leaf in jax.tree.leaves(result.params)]
     shards = [s for x in svi._session(data, {}).rows(data, {}).arrays for s in x.addressable_shards]
     return {
-        "params": np.concatenate(flat).tolist(),
+        "params": flat(result.params),
         "epsilon": result.privacy.epsilon,
         "rows": max(shard.data.shape[0] for shard in shards),
         "devices": len(jax.tree.leaves(result.params)[0].sharding.device_set),
@@ -161,17 +143,15 @@ def updates(svi, data):
     step = jax.jit(svi.update)
     for _ in range(5):
         state, _ = step(state, *data)
-    flat = [np.asarray(leaf).ravel() for leaf in jax.tree.leaves(svi.get_params(state))]
-    return {"params": np.concatenate(flat).tolist(), "epsilon": 0.0, "devices": jax.device_count(),
+    return {"params": flat(svi.get_params(state)), "epsilon": 0.0, "devices": jax.device_count(),
             "secret": "updates"}  # fmt: skip
 
 
 def chains(mesh, data):
-    mcmc = DPMCMC(
+    mcmc = dpmcmc(
         SGLD(regression, None), num_warmup=2, num_samples=4, num_chains=2, clip_norm=0.5,
-        sampler=Poisson(0.2), budget=PrivacyBudget(2.0, 1e-5),
-        privacy=Privacy(secret_key=1, repetition=True), execution=Execution(mesh=mesh),
-        progress_bar=False,
+        sampler=Poisson(0.2), budget=PrivacyBudget(2.0, 1e-5), secret_key=1, repetition=True,
+        mesh=mesh,
     )  # fmt: skip
     mcmc.run(jax.random.key(0), *data)
     samples = mcmc.get_samples()["w"]
@@ -181,9 +161,8 @@ def chains(mesh, data):
 
 def swept(mesh, data):
     """Two runs side by side."""
-    svi = driver(regression, AutoDiagonalNormal, mesh, Poisson(0.2))
-    result = svi.sweep(jax.random.key(0)[None], 5, *data, epsilon=[1.0, 2.0])
-    return {"params": result.params["auto_loc"].ravel().tolist(), "devices": jax.device_count(),
+    result = driver(mesh).sweep(jax.random.key(0)[None], 5, *data, epsilon=[1.0, 2.0])
+    return {"params": flat(result.params["auto_loc"]), "devices": jax.device_count(),
             "epsilon": result.privacy[1].epsilon, "secret": "swept"}  # fmt: skip
 
 
@@ -193,14 +172,12 @@ def elsewhere():
     square = jax.make_mesh((2, 4), ("a", "b"))
     data, key = records(N), jax.random.key(0)
 
-    def svi(mesh, **options):
-        return driver(regression, AutoDiagonalNormal, mesh, Poisson(0.2), num_steps=5, **options)
-
+    svi = functools.partial(driver, num_steps=5)
     found = {"run": run(svi(None), data)}
     begun = svi(eight).run(key, 3, *data, progress_bar=False).state
     for name, mesh in (("on four", four), ("on a square", square), ("on one", None)):
         result = svi(mesh).run(key, 2, *data, init_state=begun, progress_bar=False)
-        found[name] = {"params": np.asarray(result.params["auto_loc"]).tolist()}
+        found[name] = {"params": flat(result.params["auto_loc"])}
     placed = NamedSharding(square, PartitionSpec("b"))
     found["foreign"] = run(svi(eight), [jax.device_put(array, placed) for array in data])
     explicit = jax.make_mesh((8,), ("r",), axis_types=(AxisType.Explicit,))
@@ -230,8 +207,7 @@ def kept(mesh, rank, place, dies):
 
     def fitted(folder, arrays, epsilon=0.5):
         budget = ledger.budget(epsilon, purpose=folder)
-        svi = driver(regression, AutoDiagonalNormal, mesh, Poisson(0.2), budget=budget)
-        result = svi.run(
+        result = driver(mesh, budget=budget).run(
             jax.random.key(0), 20, *arrays, progress_bar=False, checkpoint=own(folder), every=4
         )
         leaves = [*jax.tree.leaves(result.params), *jax.tree.leaves(result.trace.params)]
@@ -258,20 +234,16 @@ def kept(mesh, rank, place, dies):
             call()
         except ValueError as error:
             found[name] = f"{type(error).__name__}: {error}"
-    svi = driver(
-        regression, AutoDiagonalNormal, mesh, Poisson(0.2),
-        budget=ledger.budget(0.1, purpose="sweep"),
-    )  # fmt: skip
+    svi = driver(mesh, budget=ledger.budget(0.1, purpose="sweep"))
     for name in ("swept", "swept again"):
         result = svi.sweep(
             jax.random.split(jax.random.key(0), 2), 4, *halves(x, y),
             checkpoint=own("sweep"), chunk_size=1,
         )  # fmt: skip
         names = [report.run for report in result.privacy]
-        found[name] = [result.params["auto_loc"].ravel().tolist(), names]
+        found[name] = [flat(result.params["auto_loc"]), names]
     # A bar in one process alone, and a budget that other processes read from another file.
-    rest = driver(regression, AutoDiagonalNormal, mesh, Poisson(0.2),
-                  budget=ledger.budget(purpose="rest"))  # fmt: skip
+    rest = driver(mesh, budget=ledger.budget(purpose="rest"))
     calls = {"checkpoint": own("rest"), "progress_bar": rank == 0}
     found["rest"] = [
         rest.run(jax.random.key(0), 6, *halves(x, y), **calls).params["auto_loc"].tolist()
@@ -294,7 +266,7 @@ def disagreeing(mesh, rank):
     """What processes are told that hold different records as if they were the same."""
     x, y = records(N)
     try:
-        run(driver(regression, AutoDiagonalNormal, mesh, Poisson(0.2)), (x + rank, y))
+        run(driver(mesh), (x + rank, y))
     except ValueError as error:
         return str(error)
     return "nothing"
@@ -321,20 +293,16 @@ def main():
             data = [jax.make_array_from_process_local_data(where, array[half]) for array in data]
         found[name] = run(svi, (*data, *extra))
     if "streamed" in asked and not processes:  # of several processes it is refused
-        svi = driver(regression, AutoDiagonalNormal, mesh, Poisson(0.2))
-        found["streamed"] = run(svi, records(N), stream=True)
+        found["streamed"] = run(driver(mesh), records(N), stream=True)
     if "updates" in asked:
-        svi = driver(regression, AutoDiagonalNormal, mesh, Poisson(0.2), num_steps=5)
-        found["updates"] = updates(svi, tuple(map(jnp.asarray, records(N))))
+        data = tuple(map(jnp.asarray, records(N)))
+        found["updates"] = updates(driver(mesh, num_steps=5), data)
     if "chains" in asked:
         found["chains"] = chains(mesh, records(N))
     if "swept" in asked:
         found["swept"] = swept(mesh, records(N))
     if "fresh keys" in asked:
-        svi = driver(
-            regression, AutoDiagonalNormal, mesh, Poisson(0.2), secret_key=None, repetition=False
-        )
-        found["fresh keys"] = run(svi, records(N))
+        found["fresh keys"] = run(driver(mesh, secret_key=None, repetition=False), records(N))
     if "elsewhere" in asked:
         found = elsewhere()
     if asked[0] in ("kept", "killed"):

@@ -8,23 +8,12 @@ import numpy as np
 import numpyro.distributions as dist
 import optax
 import pytest
-from flat import dpsvi, grouped
+from flat import dpmcmc, dpsep, dpsvi
 from models import given, logistic, slopes
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 from scipy import stats
 
-from numpyro_dp import (
-    DPMCMC,
-    DPPBP,
-    DPSEP,
-    DPSVI,
-    SGLD,
-    DPLaplace,
-    PrivacyBudget,
-    RegressionNetwork,
-    audit,
-    audit_run,
-)
+from numpyro_dp import DPPBP, SGLD, DPLaplace, PrivacyBudget, RegressionNetwork, audit, audit_run
 from numpyro_dp.audit import _distinguished, _guessed, _shared
 from numpyro_dp.estimators import aligned
 from numpyro_dp.privacy.mechanism import gaussian
@@ -40,24 +29,21 @@ Y = np.array([0, 1, 1, 0, 1, 0, 1, 0])
 model = logistic("rows")
 
 
-def svi(sampler=FullBatch(), **more):  # noqa: B008
-    return DPSVI(
-        model,
-        AutoDiagonalNormal(model),
-        optax.sgd(1e-3),
-        **grouped(clip_norm=0.7, sampler=sampler, budget=BUDGET, **more),
-    )
+OWN = {"clip_norm": 0.7, "budget": BUDGET}
+
+
+def svi(**more):
+    return dpsvi(model, AutoDiagonalNormal, optax.sgd(1e-3), **{"estimator": None} | OWN | more)
 
 
 DRIVERS = {
     "DPSVI": lambda: (svi(), Y),
-    "Poisson": lambda: (svi(Poisson(0.4), estimator=aligned()), Y),
-    "DPSEP": lambda: (DPSEP(model, clip_norm=0.7, sampler=FullBatch(), budget=BUDGET), Y),
-    "DPMCMC": lambda: (DPMCMC(SGLD(model), num_warmup=0, num_samples=1, clip_norm=0.7,
-                              sampler=FullBatch(), budget=BUDGET), Y),
+    "Poisson": lambda: (svi(sampler=Poisson(0.4), estimator=aligned()), Y),
+    "DPSEP": lambda: (dpsep(model, **OWN), Y),
+    "DPMCMC": lambda: (dpmcmc(SGLD(model), num_warmup=0, num_samples=1, **OWN), Y),
     # A record that is not finite counts as one without information, and not as none.
-    "DPPBP": lambda: (DPPBP(RegressionNetwork((3,)), clip_norm=0.7, sampler=FullBatch(),
-                            budget=BUDGET), np.where(Y.cumsum() == 4, 500.0, Y)),
+    "DPPBP": lambda: (DPPBP(RegressionNetwork((3,)), sampler=FullBatch(), **OWN),
+                      np.where(Y.cumsum() == 4, 500.0, Y)),
 }  # fmt: skip
 
 

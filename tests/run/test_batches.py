@@ -5,13 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flat import grouped
+from flat import dpsvi
 from models import mean_of
 from numpyro.infer.autoguide import AutoDelta
 
-from numpyro_dp import DPSVI, DPLaplace, Privacy, secret_key
-from numpyro_dp.estimators import aligned
-from numpyro_dp.run import loop
+from numpyro_dp import secret_key
 from numpyro_dp.run.step import _numbers
 from numpyro_dp.samplers import FixedSize, Permutation, Poisson
 
@@ -24,8 +22,8 @@ model = mean_of(plate="rows")
 @pytest.mark.table
 @pytest.mark.parametrize("sampler", [Poisson(0.3), FixedSize(5), Permutation(8)])
 def test_the_sum_of_a_step_is_that_of_the_rows_drawn(sampler):
-    svi = DPSVI(model, AutoDelta(model), optax.sgd(1.0), estimator=aligned(), clip_norm=CLIP,
-                sampler=sampler, privacy=Privacy(noise_multiplier=0.0))  # fmt: skip
+    svi = dpsvi(model, AutoDelta, optax.sgd(1.0), clip_norm=CLIP, sampler=sampler,
+                noise_multiplier=0.0)  # fmt: skip
     state = svi.init(jax.random.key(0), X, init_params={"mean_auto_loc": START}).opened
     session = svi._session((X,), {})
     rows, step = session.rows((X,), {}), jax.jit(session._step)
@@ -41,16 +39,6 @@ def test_the_sum_of_a_step_is_that_of_the_rows_drawn(sampler):
         assert released == pytest.approx(total / sampler.inclusion_prob(N), rel=1e-3, abs=1e-4)
     # Some places of a batch hold no record, unless its size is fixed.
     assert len(batch.mask) > min(sizes) or isinstance(sampler, FixedSize)
-
-
-@pytest.mark.extended
-def test_parts_of_a_stream_end_with_no_record(monkeypatch):
-    own = {"noise_multiplier": 2.0, "secret_key": 5, "repetition": True}
-    whole = DPLaplace(model, **grouped(**own)).run(jax.random.key(0), X)
-    monkeypatch.setattr(loop, "_BYTES", 4 * 7)  # parts of 7 rows, and 5 places without one
-    parts = DPLaplace(model, **grouped(**own)).run(jax.random.key(0), X, stream=True)
-    key = jax.random.key(1)
-    np.testing.assert_array_equal(whole.sample(key, 3)["mean"], parts.sample(key, 3)["mean"])
 
 
 def test_seeds_of_records_are_not_those_of_noise():

@@ -12,30 +12,27 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from flat import grouped
+from flat import dpmcmc, dpsep, dpsvi, grouped
+from models import given, mean_of
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp import (
-    DPMCMC,
-    DPSEP,
-    DPSVI,
     SGLD,
     DPLaplace,
     Ledger,
     LedgerError,
     NoiseReuseError,
-    Privacy,
     PrivacyBudget,
     RunInterrupted,
     fit,
 )
 from numpyro_dp.core import Fold
+from numpyro_dp.mechanisms import LossRelease
 from numpyro_dp.privacy import once
-from numpyro_dp.run.checkpoint import Checkpoint, locked
+from numpyro_dp.run.checkpoint import Checkpoint
 from numpyro_dp.samplers import FullBatch, Poisson
 
 KEY, X = jax.random.key(0), jnp.asarray(np.random.default_rng(0).normal(1, 1, 60), jnp.float32)
@@ -47,22 +44,14 @@ FOLD = Fold(
 REPEATED = {"secret_key": 3, "repetition": True}
 
 
-def model(x):
-    mean = numpyro.sample("mean", dist.Normal(0, 1))
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
-
-
-def logistic(x):
-    mean = numpyro.sample("mean", dist.Normal(0, 1))
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("x", dist.Bernoulli(logits=mean), obs=(x > 0) * 1)
+model = mean_of(plate="rows")
+logistic = given(lambda x, mean: dist.Bernoulli(logits=mean), mean=dist.Normal(0, 1))
 
 
 @functools.cache
 def svi(**changes):
-    settings = {"noise_multiplier": 5.0, "clip_norm": 1.0, "sampler": Poisson(0.2)} | changes
-    return DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), **grouped(**settings))
+    settings = {"noise_multiplier": 5.0, "sampler": Poisson(0.2), "estimator": None} | changes
+    return dpsvi(model, AutoDiagonalNormal, optax.adam(0.1), **settings)
 
 
 def run(folder=None, x=X, *, every=5, key=KEY, num_steps=23, **changes):
@@ -87,10 +76,10 @@ def check_equal(one, other):
 
 
 @pytest.fixture
-def stops(monkeypatch):
-    """A function that lets the n-th checkpoint of a run stop it, before or after it is written."""
+def stopped(monkeypatch):
+    """Calls a function whose n-th checkpoint stops it, before or after it is written."""
 
-    def stop(number, *, after=True):
+    def call_and_stop(number, call, after=True):
         save, left = Checkpoint.save, iter(range(number))
 
         def stopping(self, *args):
@@ -100,37 +89,24 @@ def stops(monkeypatch):
             if last:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(Checkpoint, "save", stopping)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(Checkpoint, "save", stopping)
+            call()
 
-    stop.over = monkeypatch.undo
-    return stop
-
-
-def stop_once(stops, folder):
-    stops(1)
-    with pytest.raises(KeyboardInterrupt):
-        run(folder)
-    stops.over()
+    return call_and_stop
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("after", [True, False])
 @pytest.mark.parametrize("number", [0, 1, 3])
-def test_a_run_that_stopped_goes_on(number, after, tmp_path, stops):
-    whole = run(**REPEATED)
-    stops(number, after=after)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "a", **REPEATED)
-    stops.over()
-    check_equal(numbers(run(tmp_path / "a", **REPEATED)), numbers(whole))
+def test_a_run_that_stopped_goes_on(number, after, tmp_path, stopped):
+    stopped(number, lambda: run(tmp_path / "a", **REPEATED), after)
+    check_equal(numbers(run(tmp_path / "a", **REPEATED)), numbers(run(**REPEATED)))
 
 
 @pytest.mark.full
-def test_it_goes_on_with_the_keys_of_the_folder(tmp_path, stops):
-    stops(2)
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "a")
-    stops.over()
+def test_it_goes_on_with_the_keys_of_the_folder(tmp_path, stopped):
+    stopped(2, lambda: run(tmp_path / "a"))
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     found = run(tmp_path / "a")
     with pytest.raises(NoiseReuseError):
@@ -143,18 +119,17 @@ def test_it_goes_on_with_the_keys_of_the_folder(tmp_path, stops):
     assert str(again.privacy) == str(found.privacy)
     assert again.privacy.run == found.privacy.run
     assert not np.array_equal(run(tmp_path / "c").params["auto_loc"], found.params["auto_loc"])
-
-
-@pytest.mark.full
-def test_only_the_owner_reads_it(tmp_path):
-    run(tmp_path / "a")
     for path in (tmp_path / "a", *(tmp_path / "a").iterdir()):
-        assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
+        assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path  # only the owner reads it
+    # After its state has gone on, too.
+    svi(num_steps=40).run(KEY, 2, X, init_state=again.state, progress_bar=False)
+    check_equal(run(tmp_path / "a").params, found.params)
 
 
 @pytest.mark.full
-def test_other_records_and_settings_are_refused(tmp_path, stops):
-    stop_once(stops, tmp_path / "a")
+def test_other_records_and_settings_are_refused(tmp_path, stopped):
+    stopped(1, lambda: run(tmp_path / "a"))
+    start = FOLD._replace(init=lambda params: 100 + jnp.zeros_like(params["auto_loc"]))
     for changes, field in (
         ({"x": X + 1}, "other records"),
         ({"x": X.at[7].add(1e-6)}, "other records"),
@@ -166,6 +141,7 @@ def test_other_records_and_settings_are_refused(tmp_path, stops):
         ({"key": jax.random.key(1)}, "another run"),
         ({"secret_key": 9}, "another run"),
         ({"fold": None}, "program="),
+        ({"fold": start}, "program="),
         ({"trace_size": 5}, "another run"),
     ):
         with pytest.raises(ValueError, match=field):
@@ -174,8 +150,8 @@ def test_other_records_and_settings_are_refused(tmp_path, stops):
 
 
 @pytest.mark.full
-def test_a_damaged_file_is_refused(tmp_path, stops):
-    stop_once(stops, tmp_path / "a")
+def test_a_damaged_file_is_refused(tmp_path, stopped):
+    stopped(1, lambda: run(tmp_path / "a"))
     path = tmp_path / "a" / "SENSITIVE_checkpoint"
     content = path.read_bytes()
     rng = np.random.default_rng(0)
@@ -193,18 +169,8 @@ def test_a_damaged_file_is_refused(tmp_path, stops):
 
 
 @pytest.mark.full
-def test_two_runs_cannot_share_a_folder(tmp_path):
-    with (
-        Checkpoint(tmp_path / "a", None, {}, ()),
-        pytest.raises(ValueError, match="Another run uses"),
-    ):
-        run(tmp_path / "a")
-    run(tmp_path / "a")
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("epsilon", [0.5, None])
-def test_it_is_charged_once(epsilon, tmp_path, stops):
+def test_it_is_charged_once(epsilon, tmp_path, stopped):
     ledger = Ledger(tmp_path / "ledger", PrivacyBudget(1.0, 1e-5))
 
     def charged(folder):
@@ -212,10 +178,7 @@ def test_it_is_charged_once(epsilon, tmp_path, stops):
         return run(tmp_path / folder, noise_multiplier=None, budget=budget)
 
     for number in (0, 2, 1):
-        stops(number)
-        with pytest.raises(KeyboardInterrupt):
-            charged("a")
-        stops.over()
+        stopped(number, lambda: charged("a"))
     found = charged("a")
     assert [row["run"] for row in ledger.table()] == [found.privacy.run]
     assert found.privacy.epsilon <= (epsilon or 1.0)
@@ -227,13 +190,13 @@ def test_it_is_charged_once(epsilon, tmp_path, stops):
 
 
 @pytest.fixture
-def control_c(monkeypatch):
-    """A function after which the n-th checkpoint comes with a press of Ctrl-C."""
+def control_c(monkeypatch, tmp_path):
+    """Runs into a folder, where the n-th checkpoint comes with presses of Ctrl-C."""
 
     # Commands that a script starts with & ignore SIGINT, and so do their children.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def press(number, presses=1):
+    def press(number, error, presses=1, folder="a"):
         save, left = Checkpoint.save, iter(range(number))
 
         def pressed(self, *args):
@@ -242,25 +205,23 @@ def control_c(monkeypatch):
                 for _ in range(presses):
                     os.kill(os.getpid(), signal.SIGINT)
 
-        monkeypatch.setattr(Checkpoint, "save", pressed)
+        with monkeypatch.context() as patched, pytest.raises(error) as stopped:
+            patched.setattr(Checkpoint, "save", pressed)
+            run(tmp_path / folder, trace_size=23)
+        return stopped.value
 
-    press.over = monkeypatch.undo
     yield press
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.full
 def test_control_c_ends_with_what_is_there(control_c, tmp_path, capsys):
-    control_c(3)
-    with pytest.raises(RunInterrupted, match="after 15 steps of 23") as stopped:
-        run(tmp_path / "a", every=5, trace_size=23)
-    control_c.over()
+    stopped = control_c(3, RunInterrupted)
+    assert "after 15 steps of 23" in str(stopped)
     assert "Press Ctrl-C again" in capsys.readouterr().err
-    result = stopped.value.result
-    assert result.privacy.num_steps == len(result.trace.steps) == 15
-    assert int(result.state.step) == 15
+    result = stopped.result
+    assert result.privacy.num_steps == len(result.trace.steps) == int(result.state.step) == 15
     result.posterior.sample(KEY, 10)
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
     whole = run(tmp_path / "a", trace_size=23)
     np.testing.assert_array_equal(
         whole.trace.params["auto_loc"][:15], result.trace.params["auto_loc"]
@@ -272,28 +233,31 @@ def test_control_c_ends_with_what_is_there(control_c, tmp_path, capsys):
 
 @pytest.mark.full
 def test_a_stopped_run_goes_on_from_its_state(control_c, tmp_path):
-    control_c(3)
-    with pytest.raises(RunInterrupted) as stopped:
-        run(tmp_path / "a", trace_size=23)
-    control_c.over()
-    svi().run(KEY, 8, X, init_state=stopped.value.result.state, progress_bar=False)
+    state = control_c(3, RunInterrupted).result.state
+    svi().run(KEY, 8, X, init_state=state, progress_bar=False)
     with pytest.raises(NoiseReuseError):
         run(tmp_path / "a", trace_size=23)
 
 
 @pytest.mark.full
-def test_control_c_twice_stops_at_once(control_c, tmp_path):
-    control_c(1, presses=2)
-    with pytest.raises(KeyboardInterrupt) as stopped:
-        run(tmp_path / "a")
-    assert not isinstance(stopped.value, RunInterrupted)
+def test_control_c_twice_and_in_the_last_part(control_c, tmp_path):
+    assert not isinstance(control_c(1, KeyboardInterrupt, presses=2), RunInterrupted)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    result = control_c(5, RunInterrupted, folder="b").result
+    assert result.privacy.num_steps == 23
+    check_equal(run(tmp_path / "b", trace_size=23).params, result.params)
+
+
+def chain(kept, x=X, **settings):
+    mcmc = dpmcmc(SGLD(model), **settings)
+    mcmc.run(KEY, x, **kept)
+    return mcmc.get_samples()
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", ["stream", "state", "sep", "chain", "chains", "laplace"])
-def test_every_driver(case, tmp_path, stops):
-    chains = {"chain": 1, "chains": 2}
+@pytest.mark.parametrize("case", ["stream", "state", "sep", "chain", "chains", "laplace", "sweep"])
+def test_every_driver(case, tmp_path, stopped):
+    own = {"noise_multiplier": 5.0} | REPEATED
 
     def call(folder=None):
         kept = {} if folder is None else {"checkpoint": folder}
@@ -303,36 +267,23 @@ def test_every_driver(case, tmp_path, stops):
             state = svi(**REPEATED).run(KEY, 4, X, progress_bar=False).state
             found = svi(**REPEATED).run(KEY, 9, X, init_state=state, progress_bar=False, **kept)
             return numbers(found)
-        own = {"noise_multiplier": 5.0} | REPEATED
+        if case == "sweep":
+            driver = svi(loss_release=LossRelease(10.0, 0.1), **REPEATED)
+            found = driver.sweep(KEY[None], 5, X, noise_multiplier=[4.0] * 4, chunk_size=1, **kept)
+            return found[:3]
         if case == "sep":
-            sep = DPSEP(logistic, **grouped(clip_norm=1.0, sampler=FullBatch(), **own))
-            found = sep.run(KEY, 25, X, progress_bar=False, **kept)
+            data = X, (X > 0) * 1
+            found = dpsep(logistic, **own).run(KEY, 25, *data, progress_bar=False, **kept)
             return found.params, found.trace
         if case == "laplace":
             return DPLaplace(model, **grouped(**own)).run(KEY, X, **kept).sample(KEY, 5)
-        driver = DPMCMC(
-            SGLD(model),
-            **grouped(
-                num_warmup=11,
-                num_samples=12,
-                thinning=3,
-                clip_norm=1.0,
-                sampler=FullBatch(),
-                num_chains=chains[case],
-                progress_bar=False,
-                **own,
-            ),
-        )
-        driver.run(KEY, X, **kept)
-        return driver.get_samples()
+        sizes = {"num_warmup": 11, "num_samples": 12, "thinning": 3}
+        return chain(kept, num_chains=1 + (case == "chains"), **sizes, **own)
 
     whole = call()
-    stops(3)
-    with pytest.raises(KeyboardInterrupt):
-        call(tmp_path / "a")
-    stops.over()
-    check_equal(call(tmp_path / "a"), whole)
-    check_equal(call(tmp_path / "a"), whole)
+    stopped(3, lambda: call(tmp_path / "a"))
+    for _ in range(2):
+        check_equal(call(tmp_path / "a"), whole)
 
 
 @pytest.mark.full
@@ -347,16 +298,13 @@ def test_fit_has_checkpoints(tmp_path):
 
 
 @pytest.mark.full
-def test_a_sweep_goes_on_with_its_own_noise(tmp_path, stops, monkeypatch):
+def test_a_sweep_goes_on_with_its_own_noise(tmp_path, stopped, monkeypatch):
     keys, keys_of_sweeps, save = jax.random.split(KEY, 3), [], Checkpoint.save
 
     def sweep(folder):
         return svi().sweep(keys, 5, X, chunk_size=1, checkpoint=folder)
 
-    stops(1)
-    with pytest.raises(KeyboardInterrupt):
-        sweep(tmp_path / "a")
-    stops.over()
+    stopped(1, lambda: sweep(tmp_path / "a"))
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     with monkeypatch.context() as patched:
 
@@ -373,64 +321,41 @@ def test_a_sweep_goes_on_with_its_own_noise(tmp_path, stops, monkeypatch):
     check_equal(found[:2], sweep(tmp_path / "a")[:2])
 
 
-def refused(kind, x, folder=None):
+def with_used_key(kind, x, folder=None):
     """A run of some driver whose key another run had."""
     kept = {} if folder is None else {"checkpoint": folder}
     own = {"noise_multiplier": 5.0, "secret_key": 6}
     if kind == "laplace":
         return DPLaplace(model, **grouped(**own)).run(KEY, x, **kept).sample(KEY, 3)
     if kind == "svi":
-        settings = {"clip_norm": 1.0, "sampler": FullBatch()} | own
-        driver = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), **grouped(**settings))
-        return driver.run(KEY, 4, x, progress_bar=False, **kept).params
-    driver = DPMCMC(
-        SGLD(model),
-        **grouped(
-            num_warmup=0,
-            num_samples=3,
-            clip_norm=1.0,
-            sampler=FullBatch(),
-            num_chains=int(kind),
-            progress_bar=False,
-            **own,
-        ),
-    )
-    driver.run(KEY, x, **kept)
-    return driver.get_samples()
+        settings = own | {"sampler": FullBatch()}
+        return svi.__wrapped__(**settings).run(KEY, 4, x, progress_bar=False, **kept).params
+    return chain(kept, x, num_warmup=0, num_samples=3, num_chains=int(kind), **own)
 
 
 @pytest.mark.full
 @pytest.mark.table
 @pytest.mark.parametrize("kind", ["svi", "laplace", "1", "2"])
 def test_a_refused_call_is_refused_again(kind, tmp_path):
-    once._used.clear()
-    refused(kind, X)
+    with_used_key(kind, X)
     for _ in range(3):
         with pytest.raises(NoiseReuseError):
-            refused(kind, X + 1, tmp_path / "a")
+            with_used_key(kind, X + 1, tmp_path / "a")
     assert not (tmp_path / "a" / "SENSITIVE_checkpoint").exists()
-    once._used.clear()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["laplace", "1"])
-def test_noise_of_a_killed_run_that_was_used_elsewhere(kind, tmp_path, stops):
-    once._used.clear()
-    stops(1)
-    with pytest.raises(KeyboardInterrupt):
-        refused(kind, X, tmp_path / "a")
-    stops.over()
-    refused(kind, X + 1, tmp_path / "b")
+def test_noise_of_a_killed_run_that_was_used_elsewhere(kind, tmp_path, stopped):
+    stopped(1, lambda: with_used_key(kind, X, tmp_path / "a"))
+    with_used_key(kind, X + 1, tmp_path / "b")
     with pytest.raises(NoiseReuseError):
-        refused(kind, X, tmp_path / "a")
-    once._used.clear()
+        with_used_key(kind, X, tmp_path / "a")
 
 
 @pytest.mark.full
 def test_updates_use_up_the_key_of_a_new_folder(tmp_path):
-    driver = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.1), clip_norm=1.0,
-                   sampler=FullBatch(),
-                   privacy=Privacy(noise_multiplier=5.0, secret_key=11))  # fmt: skip
+    driver = svi(secret_key=11)
     driver.init(KEY, X)
     for _ in range(2):
         with pytest.raises(NoiseReuseError):
@@ -457,21 +382,6 @@ def test_a_run_that_is_refused_leaves_its_folder_free(tmp_path):
 
 
 @pytest.mark.full
-def test_a_finished_run_gives_its_result_after_its_state_has_gone_on(tmp_path):
-    found = run(tmp_path / "a")
-    svi(num_steps=40).run(KEY, 2, X, init_state=found.state, progress_bar=False)
-    check_equal(run(tmp_path / "a").params, found.params)
-
-
-@pytest.mark.full
-def test_another_start_of_a_fold_is_refused(tmp_path, stops):
-    stop_once(stops, tmp_path / "a")
-    other = FOLD._replace(init=lambda params: 100 + jnp.zeros_like(params["auto_loc"]))
-    with pytest.raises(ValueError, match="program="):
-        run(tmp_path / "a", fold=other)
-
-
-@pytest.mark.full
 def test_paths_and_modes(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot be a folder"):
@@ -489,18 +399,12 @@ def test_paths_and_modes(tmp_path):
     begun.chmod(0o666)
     run(tmp_path / "b")
     assert stat.S_IMODE((tmp_path / "b" / "SENSITIVE_checkpoint").stat().st_mode) == 0o600
-    with locked(tmp_path / "c"), pytest.raises(ValueError, match="Another run uses"):
-        svi().sweep(jax.random.split(KEY, 2), 2, X, checkpoint=tmp_path / "c")
-
-
-@pytest.mark.full
-def test_control_c_in_the_last_part(control_c, tmp_path):
-    control_c(5)
-    with pytest.raises(RunInterrupted) as stopped:
-        run(tmp_path / "a", trace_size=23)
-    control_c.over()
-    assert stopped.value.result.privacy.num_steps == 23
-    check_equal(run(tmp_path / "a", trace_size=23).params, stopped.value.result.params)
+    # Two runs cannot share a folder.
+    with Checkpoint(tmp_path / "c", None, {}, ()):
+        for call in (run, lambda folder: svi().sweep(KEY[None], 2, X, checkpoint=folder)):
+            with pytest.raises(ValueError, match="Another run uses"):
+                call(tmp_path / "c")
+    run(tmp_path / "c")
 
 
 @pytest.mark.slow

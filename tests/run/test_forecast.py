@@ -4,31 +4,32 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flat import dpsvi
+from flat import dpmcmc, dpsep, dpsvi
 from models import logistic
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, BudgetError, DPLaplace, Privacy, PrivacyBudget
-from numpyro_dp.samplers import FullBatch, Poisson
+from numpyro_dp import SGLD, BudgetError, DPLaplace, PrivacyBudget
+from numpyro_dp.samplers import Poisson
 
 X = np.random.default_rng(0).normal(size=(2000, 3)).astype(np.float32)
+Y = np.zeros(len(X), int)
 BUDGET = PrivacyBudget(1.0, 1e-5)
 
 model = logistic()
 
 
-def forecasts(budget, y=None):
-    y = np.zeros(len(X), int) if y is None else y
-    svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.01), clip_norm=1.0,
-                sampler=FullBatch(), budget=budget)  # fmt: skip
-    sep = DPSEP(model, clip_norm=2.0, sampler=FullBatch(), budget=budget)
-    mcmc = DPMCMC(SGLD(model), num_warmup=100, num_samples=100, clip_norm=1.0, sampler=FullBatch(),
-                  budget=budget)  # fmt: skip
-    laplace = DPLaplace(model, budget=budget)
+def svi(**options):
+    return dpsvi(model, AutoDiagonalNormal, optax.adam(0.01), estimator=None, **options)
+
+
+def forecasts(budget):
+    mcmc = dpmcmc(SGLD(model), num_warmup=100, num_samples=100, budget=budget)
     return {
-        "DPLaplace": laplace.plan(X, y), "DPSVI": svi.plan(200, X, y),
-        "DPSEP": sep.plan(20, X, y), "DPMCMC": mcmc.plan(X, y),
-    }  # fmt: skip
+        "DPLaplace": DPLaplace(model, budget=budget).plan(X, Y),
+        "DPSVI": svi(budget=budget).plan(200, X, Y),
+        "DPSEP": dpsep(model, clip_norm=2.0, budget=budget).plan(20, X, Y),
+        "DPMCMC": mcmc.plan(X, Y),
+    }
 
 
 @pytest.mark.full
@@ -42,9 +43,7 @@ def test_drivers_agree_on_what_a_budget_allows():
 
 @pytest.mark.full
 def test_the_bound_is_the_formula_and_says_what_it_means():
-    svi = DPSVI(model, AutoDiagonalNormal(model), optax.adam(0.01), clip_norm=1.0,
-                sampler=Poisson(0.1), privacy=Privacy(noise_multiplier=30.0))  # fmt: skip
-    found = svi.plan(400, X, np.zeros(len(X), int))
+    found = svi(sampler=Poisson(0.1), noise_multiplier=30.0).plan(400, X, Y)
     assert found.noise == pytest.approx(30.0 * (3 / (0.1**2 * 200 * 2000)) ** 0.5)
     assert found.width == pytest.approx((1 + found.noise**2) ** 0.5)
     assert "as much as" in str(found)
@@ -52,8 +51,8 @@ def test_the_bound_is_the_formula_and_says_what_it_means():
 
 
 def test_posteriors_are_no_narrower_than_the_bound():
-    y = (np.random.default_rng(1).random(len(X)) < 1 / (1 + np.exp(-X @ [1.0, -1.0, 0.0]))) * 1
     chances = 1 / (1 + np.exp(-X @ np.array([1.0, -1.0, 0.0])))
+    y = (np.random.default_rng(1).random(len(X)) < chances) * 1
     information = (X * (chances * (1 - chances))[:, None]).T @ X
     exact = np.sqrt(np.diag(np.linalg.inv(information + np.eye(3))))
     laplace = DPLaplace(model, budget=BUDGET)
@@ -62,8 +61,5 @@ def test_posteriors_are_no_narrower_than_the_bound():
 
 
 def test_a_plan_that_exceeds_the_budget_is_refused():
-    spent = BUDGET.after()
-    svi = dpsvi(model, AutoDiagonalNormal, optax.adam(0.01), budget=spent, noise_multiplier=1.0,
-                estimator=None)  # fmt: skip
     with pytest.raises(BudgetError):
-        svi.plan(1000, X, np.zeros(len(X), int))
+        svi(budget=BUDGET.after(), noise_multiplier=1.0).plan(1000, X, Y)

@@ -25,20 +25,9 @@ class Changed:
         return base._replace(**self.change(base, noise_multiplier))
 
 
-def scaled_by(factor):
-    """Returns ``scales`` that multiplies the factors of the base."""
-
-    def change(base, _):
-        return {"scales": lambda *args: tuple(factor(f) for f in base.scales(*args))}
-
-    return change
-
-
-def no_clipping(base, _):
-    def scales(*args):
-        return tuple(jnp.where(f > 0, 1.0, 0.0) for f in base.scales(*args))
-
-    return {"scales": scales}
+def factors(change):
+    """Replaces the factors of each record by ``change`` of them."""
+    return lambda base, _: {"scales": lambda *args: tuple(map(change, base.scales(*args)))}
 
 
 def keeps_nan(base, _):
@@ -59,38 +48,39 @@ def one_block_alone(base, _):
     return {"scales": scales}
 
 
-def no_margin(base, _):
-    return {"scales": lambda names, squares, margin: base.scales(names, squares, 1.0)}
+def privatised(change):
+    """Replaces ``privatise`` by ``change(base's privatise, key, total, state) -> noisy total``."""
 
-
-def noise_times(part):
-    def change(base, _):
+    def changed(base, _):
         def privatise(key, total, state):
-            noisy, state = base.privatise(key, total, state)
-            return jax.tree.map(lambda x, y: x + part(x) * (y - x), total, noisy), state
+            return change(base.privatise, key, total, state), state
 
         return {"privatise": privatise}
 
-    return change
+    return changed
 
 
-def same_key(base, _):
-    return {"privatise": lambda key, *rest: base.privatise(jax.random.key(3), *rest)}
+def noise_times(part):
+    return privatised(
+        lambda privatise, key, total, state: jax.tree.map(
+            lambda x, y: x + part(x) * (y - x), total, privatise(key, total, state)[0]
+        )
+    )
 
 
-def same_in_each_entry(base, _):
-    def privatise(key, total, state):
-        noisy = {n: base.privatise(key, {n: x}, state)[0][n] for n, x in total.items()}
-        return noisy, state
-
-    return {"privatise": privatise}
+@privatised
+def same_in_each_entry(privatise, key, total, state):
+    return {n: privatise(key, {n: x}, state)[0][n] for n, x in total.items()}
 
 
-def forgotten_entry(base, _):
-    def privatise(key, total, state):
-        return base.privatise(key, total, state)[0] | {"a": total["a"]}, state
+@privatised
+def forgotten_entry(privatise, key, total, state):
+    return privatise(key, total, state)[0] | {"a": total["a"]}
 
-    return {"privatise": privatise}
+
+@privatised
+def half_the_total(privatise, key, total, state):
+    return privatise(key, jax.tree.map(lambda x: x / 2, total), state)[0]
 
 
 def hidden_memory(base, noise_multiplier):
@@ -103,41 +93,42 @@ def fixed_noise(base, _):
     return {"privatise": other.privatise, "noise_scale": other.noise_scale}
 
 
+no_clipping = factors(lambda f: jnp.where(f > 0, 1.0, 0.0))
+TOO_LONG, FACTORS = "scales left a record of norm", "scales returned the factors"
+NONE, WRONG = "standard deviation 0, where", "standard deviation .* means"
+OTHER, SAME = "other noise to another sum", "correlation of 1 between two keys"
+
 LIES = {
-    "no clipping": (no_clipping, "scales left a record of norm"),
-    "twice the clip norm": (scaled_by(lambda f: 2 * f), "scales left a record of norm"),
-    "no margin": (no_margin, "scales left a record of norm"),
-    "NaN kept": (keeps_nan, "scales returned the factors"),
-    "NaN kept by other blocks": (one_block_alone, "scales returned the factors"),
-    "negative factors": (scaled_by(lambda f: -f), "scales returned the factors"),
-    "sensitivity of one block": (
-        lambda base, _: {"sensitivity": 1.0, "noise_scale": base.noise_scale},
-        "scales left a record of norm",
+    "no clipping": (no_clipping, TOO_LONG),
+    "twice the clip norm": (factors(lambda f: 2 * f), TOO_LONG),
+    "no margin": (
+        lambda base, _: {"scales": lambda names, squares, _: base.scales(names, squares, 1.0)},
+        TOO_LONG,
     ),
-    "no noise": (noise_times(lambda _: 0.0), "noise of standard deviation 0, where"),
-    "half the noise": (noise_times(lambda _: 0.5), "standard deviation .* means"),
+    "NaN kept": (keeps_nan, FACTORS),
+    "NaN kept by other blocks": (one_block_alone, FACTORS),
+    "negative factors": (factors(lambda f: -f), FACTORS),
+    "sensitivity of one block": (
+        lambda base, _: {"sensitivity": 1.0, "noise_scale": base.noise_scale}, TOO_LONG,
+    ),
+    "no noise": (noise_times(lambda _: 0.0), NONE),
+    "half the noise": (noise_times(lambda _: 0.5), WRONG),
     "NaN as noise": (noise_times(lambda _: jnp.nan), "standard deviation nan, where"),
-    "one entry without noise": (forgotten_entry, "standard deviation 0, where"),
-    "noise of another multiplier": (fixed_noise, "standard deviation .* means"),
+    "one entry without noise": (forgotten_entry, NONE),
+    "noise of another multiplier": (fixed_noise, WRONG),
     "event of more noise": (lambda base, z: {"event": GaussianDpEvent(2.0 * z)}, "means"),
     "no noise for another event": (
-        lambda base, z: noise_times(lambda _: 0.0)(base, z) | {"event": LaplaceDpEvent(z)},
-        "standard deviation 0, where",
+        lambda base, z: noise_times(lambda _: 0.0)(base, z) | {"event": LaplaceDpEvent(z)}, NONE,
     ),
-    "noise_scale misstated": (lambda base, _: {"noise_scale": 1.2 * base.noise_scale},
-        "where noise_scale is"),
-    "noise scaled by the total": (noise_times(lambda x: 1 + abs(x) / 100),
-        "other noise to another sum"),
-    "half the total": (
-        lambda base, _: {
-            "privatise": lambda key, total, state: base.privatise(
-                key, jax.tree.map(lambda x: x / 2, total), state
-            )
-        },
-        "other noise to another sum",
+    "noise_scale misstated": (
+        lambda base, _: {"noise_scale": 1.2 * base.noise_scale}, "where noise_scale is",
     ),
-    "the same noise for every key": (same_key, "correlation of 1 between two keys"),
-    "the same noise in each entry": (same_in_each_entry, "correlation of 1 between two keys"),
+    "noise scaled by the total": (noise_times(lambda x: 1 + abs(x) / 100), OTHER),
+    "half the total": (half_the_total, OTHER),
+    "the same noise for every key": (
+        privatised(lambda privatise, _, *rest: privatise(jax.random.key(3), *rest)[0]), SAME,
+    ),
+    "the same noise in each entry": (same_in_each_entry, SAME),
     "noise of earlier steps": (hidden_memory, "compose is None"),
     "a noise scale for each block": (lambda *_: {"noise_scale": {"a": 1.0}}, "noise_scale is {'a'"),
 }  # fmt: skip
@@ -179,19 +170,16 @@ def test_noise_of_another_event():
             check_mechanism(Changed(wrong), 1.5)
 
 
+def test_an_event_for_another_sampler_is_no_reason_to_refuse():
+    def compose(sampler, num_examples, num_steps):
+        raise TypeError(sampler)
+
+    check_mechanism(Changed(lambda *_: {"compose": compose}), 1.5)
+
+
 @pytest.mark.full
 def test_an_adaptive_norm_is_tried_too():
     norm = AdaptiveClip(1.5, share=0.1)
     check_mechanism(Changed(lambda *_: {}), norm)
     with pytest.raises(ValueError, match="scales left a record"):
         check_mechanism(Changed(no_clipping), norm)
-
-
-def test_an_event_for_another_sampler_is_no_reason_to_refuse():
-    def change(base, _):
-        def compose(sampler, num_examples, num_steps):
-            raise TypeError(sampler)
-
-        return {"compose": compose}
-
-    check_mechanism(Changed(change), 1.5)

@@ -1,20 +1,20 @@
 """Three devices that share a batch: each record counts on one of them, and noise is added once."""
 
-import os
+import pathlib
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from flat import grouped
+from flat import dpsvi
+from models import scored
 from numpyro.infer.autoguide import AutoDelta
+from test_devices import environment
 
-from numpyro_dp import DPSVI
 from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.mechanisms import AdaptiveClip
 from numpyro_dp.samplers import FullBatch, Poisson
@@ -23,23 +23,14 @@ NUMBER, STEPS, RATE = 7, 2000, 1e-3  # three devices do not divide seven records
 SIGMA = 5.0  # of the statistic's own standard error
 
 
-def linear(x):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([NUMBER]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.factor("y", x @ w)
+linear = scored(lambda x, w: x @ w, w=dist.Normal(0, 1).expand([NUMBER]).to_event(1))
 
 
 def released(x, steps, clip_norm=2.0, estimator=aligned, **options):
     """Sums that the steps release, found from the moves of plain gradient descent."""
     mesh = jax.make_mesh((jax.device_count(),), ("records",))
-    svi = DPSVI(
-        linear,
-        AutoDelta(linear),
-        optax.sgd(RATE),
-        **grouped(
-            estimator=estimator(), data_plate="records", mesh=mesh, clip_norm=clip_norm, **options
-        ),
-    )
+    svi = dpsvi(linear, AutoDelta, optax.sgd(RATE), estimator=estimator(), data_plate="records",
+                mesh=mesh, clip_norm=clip_norm, **options)  # fmt: skip
     start = {"w_auto_loc": jnp.zeros(NUMBER)}
     result = svi.run(jax.random.key(0), steps, x, progress_bar=False, init_params=start,
                      trace_size=steps)  # fmt: skip
@@ -79,12 +70,9 @@ def check_noise():
 @pytest.mark.slow
 @pytest.mark.parametrize("check", [check_counts, check_noise])
 def test_devices_share_a_batch(check):
-    others = [f for f in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in f]
-    flags = " ".join([*others, "--xla_force_host_platform_device_count=3"])
-    here = os.path.dirname(__file__)
     done = subprocess.run(
         [sys.executable, "-c", f"import test_mesh; test_mesh.{check.__name__}()"],
-        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}, cwd=here,
+        env=environment(3), cwd=pathlib.Path(__file__).parent,
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

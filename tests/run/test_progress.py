@@ -4,34 +4,26 @@ import pickle
 import re
 
 import jax
-import numpyro
-import numpyro.distributions as dist
 import optax
 import pytest
+from flat import dpmcmc, dpsvi
+from models import mean_of
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPMCMC, DPSVI, SGLD, PrivacyBudget, fit
-from numpyro_dp.samplers import FullBatch
+from numpyro_dp import SGLD, PrivacyBudget, fit
 
 BUDGET = PrivacyBudget(1.0, 1e-5)
 
 
-def model(x):
-    mean = numpyro.sample("mean", dist.Normal(0, 10))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+model = mean_of(10)
 
 
-@pytest.fixture(scope="module")
-def records():
-    return 3 + jax.random.normal(jax.random.key(1), (500,))
+X = 3 + jax.random.normal(jax.random.key(1), (500,))
 
 
 def svi():
-    guide = AutoDiagonalNormal(model)
-    return DPSVI(
-        model, guide, optax.adam(0.05), clip_norm=2.0, sampler=FullBatch(), budget=BUDGET
-    )  # fmt: skip
+    return dpsvi(model, AutoDiagonalNormal, optax.adam(0.05), clip_norm=2.0, estimator=None,
+                 budget=BUDGET)  # fmt: skip
 
 
 def run_fit(x):
@@ -43,10 +35,8 @@ def run_svi(x):
 
 
 def run_mcmc(x, chains=1):
-    mcmc = DPMCMC(
-        SGLD(model), num_warmup=10, num_samples=20, num_chains=chains, clip_norm=5.0,
-        sampler=FullBatch(), budget=BUDGET,
-    )  # fmt: skip
+    mcmc = dpmcmc(SGLD(model), num_warmup=10, num_samples=20, num_chains=chains, clip_norm=5.0,
+                  budget=BUDGET, progress_bar=True)  # fmt: skip
     mcmc.run(jax.random.key(0), x)
     return mcmc.privacy
 
@@ -54,13 +44,12 @@ def run_mcmc(x, chains=1):
 @pytest.mark.full
 @pytest.mark.parametrize("run", [run_fit, run_svi, run_mcmc])
 @pytest.mark.table
-def test_a_bar_reads_compiles_and_counts(run, records, capsys):
-    privacy = run(records)
+def test_a_bar_reads_compiles_and_counts(run, capsys):
+    privacy = run(X)
     lines = re.split(r"[\r\n]+", capsys.readouterr().err.strip())
-    first = [line.split(":")[0] for line in lines]
+    first, last = [line.split(":")[0] for line in lines], lines[-1]
     assert first[0] == "reading the model"
     assert "compiling the step" in first
-    last = lines[-1]
     assert last.startswith("100%")
     done, total = map(int, re.search(r"(\d+)/(\d+) ", last).groups())
     # A report of stages counts as many as there may be.
@@ -70,14 +59,14 @@ def test_a_bar_reads_compiles_and_counts(run, records, capsys):
 
 
 @pytest.mark.full
-def test_a_bar_of_several_chains_ends(records, capsys):
-    run_mcmc(records, chains=2)
+def test_a_bar_of_several_chains_ends(capsys):
+    run_mcmc(X, chains=2)
     assert "30/30" in re.split(r"[\r\n]+", capsys.readouterr().err.strip())[-1]
 
 
 @pytest.mark.full
-def test_print_of_a_result_is_its_posterior_with_a_verdict(records, capsys):
-    result = svi().run(jax.random.key(0), 60, records, progress_bar=False)
+def test_print_of_a_result_is_its_posterior_with_a_verdict(capsys):
+    result = svi().run(jax.random.key(0), 60, X, progress_bar=False)
     assert capsys.readouterr().err == ""
     assert str(result) == str(result.posterior)
     assert len(str(result).splitlines()) <= 10

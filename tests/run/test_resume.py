@@ -5,36 +5,30 @@ import pickle
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 import optax
 import pytest
-from flat import grouped
+from flat import dpsvi
+from models import mean_of
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPSVI, BudgetError, PrivacyBudget, secret_key
-from numpyro_dp.estimators import aligned
+from numpyro_dp import BudgetError, PrivacyBudget, secret_key
 from numpyro_dp.mechanisms import LossRelease
 from numpyro_dp.run.checkpoint import hash_of
 from numpyro_dp.samplers import FixedSize, Poisson
 
+KEY, X, QUIET = jax.random.key(0), jnp.ones(50), {"progress_bar": False}
 
-def model(x):
-    mean = numpyro.sample("mean", dist.Normal(0, 1))
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+model = mean_of()
 
 
 def driver(**changes):
-    settings = dict(clip_norm=1.0, sampler=Poisson(0.2), noise_multiplier=5.0) | changes
-    return DPSVI(
-        model, AutoDiagonalNormal(model), optax.sgd(0.1), **grouped(estimator=aligned(), **settings)
-    )
+    settings = {"sampler": Poisson(0.2), "noise_multiplier": 5.0} | changes
+    return dpsvi(model, AutoDiagonalNormal, optax.sgd(0.1), **settings)
 
 
 @pytest.fixture(scope="module")
 def state():
-    return driver(secret_key=3).run(jax.random.key(0), 3, jnp.ones(50), progress_bar=False).state
+    return driver(secret_key=3).run(KEY, 3, X, **QUIET).state
 
 
 @pytest.mark.table
@@ -49,19 +43,19 @@ def state():
 def test_another_setting_is_refused(state, changes, rows, field):
     other = driver(**changes)
     with pytest.raises(BudgetError, match=field):
-        other.run(jax.random.key(0), 2, jnp.ones(rows), progress_bar=False, init_state=state)
+        other.run(KEY, 2, X[:rows], **QUIET, init_state=state)
     with pytest.raises(BudgetError, match=field):
-        other.update(state, jnp.ones(rows))
+        other.update(state, X[:rows])
 
 
 @pytest.mark.full
 def test_other_records_are_refused(state):
     """Also by a state from a pickle."""
     other = driver(secret_key=3, repetition=True)
-    changed = jnp.ones(50).at[7].add(1e-3)
+    changed = X.at[7].add(1e-3)
     for given in (state, pickle.loads(pickle.dumps(state))):
         with pytest.raises(ValueError, match="not the records of the run"):
-            other.run(jax.random.key(0), 2, changed, progress_bar=False, init_state=given)
+            other.run(KEY, 2, changed, **QUIET, init_state=given)
     wide = np.linspace(0, 1, 50)  # float64, which JAX rounds to float32
     assert hash_of((wide,), "00") == hash_of((jnp.asarray(wide),), "00")
     large = np.ones((50_000, 100), np.float32)  # more than 16 MiB: 1,000 rows are compared
@@ -74,52 +68,35 @@ def test_other_records_are_refused(state):
 
 
 @pytest.mark.full
-def test_a_reproducible_run_stays_marked(state):
-    result = driver().run(jax.random.key(0), 2, jnp.ones(50), progress_bar=False, init_state=state)
-    assert result.privacy.reproducible
-    assert result.privacy.num_steps == 5
-
-
-@pytest.mark.full
-def test_a_loop_of_updates_says_what_it_spent(state):
+def test_a_resumed_run_says_what_it_spent_in_all(state):
     svi = driver()
     assert svi.privacy(state).num_steps == 3
-    result = svi.run(jax.random.key(0), 2, jnp.ones(50), progress_bar=False, init_state=state)
-    again = svi.privacy(result.state)
+    result = svi.run(KEY, 2, X, **QUIET, init_state=state)
+    params, new, losses = result
+    assert set(params) == {"auto_loc", "auto_scale"} and losses is None
+    assert int(new.step) == result.privacy.num_steps == 5
+    assert result.privacy.reproducible
+    again = svi.privacy(new)
     assert again.epsilon == result.privacy.epsilon > svi.privacy(state).epsilon
     with pytest.raises(ValueError, match="Call update first"):
-        svi.privacy(svi.init(jax.random.key(0), jnp.ones(50)))
-
-
-@pytest.mark.full
-def test_updates_within_a_budget_need_a_state_of_that_budget(state):
+        svi.privacy(svi.init(KEY, X))
     other = driver(noise_multiplier=None, budget=PrivacyBudget(0.1, 1e-5), num_steps=2)
     with pytest.raises(BudgetError, match="budget=None"):
-        other.update(state, jnp.ones(50))
+        other.update(state, X)
 
 
 def test_noise_and_batches_have_no_key_in_common_with_a_public_key():
     key = secret_key(5)
-    state = driver(secret_key=key).init(key, jnp.ones(50))
+    state = driver(secret_key=key).init(key, X)
     keys = [state.rng_key, state.secret_key, state.sampler_state.key]
     keys += [jax.random.split(k)[i] for k in keys for i in (0, 1)]
     assert len({jax.random.key_data(k).tobytes() for k in keys}) == len(keys)
 
 
 @pytest.mark.full
-def test_the_result_unpacks_like_that_of_svi():
-    params, state, losses = driver().run(jax.random.key(0), 2, jnp.ones(50), progress_bar=False)
-    assert set(params) == {"auto_loc", "auto_scale"}
-    assert losses is None
-    assert int(state.step) == 2
-
-
-@pytest.mark.full
 def test_no_step_beyond_the_plan():
-    own = {"noise_multiplier": None, "budget": PrivacyBudget(1.0, 1e-3), "num_steps": 5}
-    svi = driver(**own)
-    state = svi.run(jax.random.key(0), 3, jnp.ones(50), progress_bar=False).state
-    more = {"progress_bar": False, "init_state": state}
+    svi = driver(noise_multiplier=None, budget=PrivacyBudget(1.0, 1e-3), num_steps=5)
+    more = {"init_state": svi.run(KEY, 3, X, **QUIET).state, **QUIET}
     with pytest.raises(BudgetError, match="num_steps <= 2"):
-        svi.run(jax.random.key(0), 3, jnp.ones(50), **more)
-    assert svi.run(jax.random.key(0), 2, jnp.ones(50), **more).privacy.num_steps == 5
+        svi.run(KEY, 3, X, **more)
+    assert svi.run(KEY, 2, X, **more).privacy.num_steps == 5

@@ -57,16 +57,13 @@ def test_what_batches_do_beside_the_event_is_paid_for_in_every_step():
         assert less.epsilon < 0.998 * paid.epsilon
 
 
-@pytest.mark.parametrize("sampler", [FullBatch(), Poisson(0.2)])
-def test_replacing_a_record_moves_a_sum_by_twice_its_norm(sampler):
-    noise = {}
+def test_replacing_a_record_of_a_sample_costs_more():
+    """How much more with full batches is in the contracts of mechanisms."""
+    noise = []
     for relation in ("add_or_remove_one", "replace_one"):
-        svi = driver(sampler, budget=PrivacyBudget(1.0, 1e-5, relation), num_steps=3)
-        noise[relation] = float(svi.init(jax.random.key(0), jnp.ones(50)).noise_multiplier)
-    ratio = noise["replace_one"] / noise["add_or_remove_one"]
-    if sampler == FullBatch():
-        assert ratio == pytest.approx(2, rel=0.02)
-    assert ratio > 1.2
+        svi = driver(Poisson(0.2), budget=PrivacyBudget(1.0, 1e-5, relation), num_steps=3)
+        noise.append(float(svi.init(jax.random.key(0), jnp.ones(50)).noise_multiplier))
+    assert noise[1] > 1.2 * noise[0]
 
 
 @pytest.mark.full

@@ -17,7 +17,6 @@ from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 
 from numpyro_dp import (
     DPSEP,
-    DPSVI,
     SEP,
     SGLD,
     BudgetError,
@@ -45,6 +44,9 @@ X = rng.normal(size=(len(IDS), 2)).astype(np.float32)
 Y = rng.integers(0, 2, len(IDS))
 
 model = logistic("rows")
+# Two rows of each of 300 units.
+TWO, PAIRS = np.repeat(np.arange(300), 2), rng.normal(size=(600, 2)).astype(np.float32)
+POSITIVE = (PAIRS[:, 0] > 0) * 1
 
 
 def kept_rows():
@@ -112,31 +114,21 @@ def test_groups():
 
 
 @pytest.mark.full
-def test_units_of_one_row_are_rows():
-    own = {"clip_norm": 0.5, "sampler": Poisson(0.3), "noise_multiplier": 1.0, "secret_key": 4,
-           "repetition": True, "estimator": aligned()}  # fmt: skip
-    guide = AutoDiagonalNormal(model)
-    by_row = DPSVI(model, guide, optax.sgd(0.1), **grouped(**own)).run(
-        KEY, 5, X, Y, progress_bar=False
-    )
-    by_unit = DPSVI(model, guide, optax.sgd(0.1), **grouped(max_rows_per_unit=1, **own)).run(
-        KEY, 5, X, Y, progress_bar=False, unit=np.arange(len(IDS))
-    )
-    for name, value in by_row.params.items():
-        np.testing.assert_allclose(value, by_unit.params[name], rtol=1e-5)
+@pytest.mark.every_case
+@pytest.mark.parametrize(("ids", "options", "other", "call", "rtol"), [
+    (np.arange(len(IDS)), {"max_rows_per_unit": 1, "estimator": aligned()},
+        {"estimator": aligned()}, {}, 1e-5),
+    (IDS, {"max_rows_per_unit": R}, {"max_rows_per_unit": R}, {"unit": IDS, "stream": True}, 0),
+], ids=["units of one row are rows", "streamed units give the same"])  # fmt: skip
+def test_runs_that_are_the_same(ids, options, other, call, rtol):
+    def params(call, **options):
+        own = {"estimator": None, "clip_norm": 0.5, "sampler": Poisson(0.3)} | options
+        svi = dpsvi(model, AutoDiagonalNormal, optax.sgd(0.1), secret_key=4, repetition=True, **own)
+        return svi.run(KEY, 5, X, Y, progress_bar=False, **call).params
 
-
-@pytest.mark.full
-def test_streamed_units_give_the_same():
-    own = {"clip_norm": 0.5, "sampler": Poisson(0.4), "noise_multiplier": 1.0, "secret_key": 4,
-           "repetition": True}  # fmt: skip
-    svi = DPSVI(
-        model, AutoDiagonalNormal(model), optax.sgd(0.1), **grouped(max_rows_per_unit=R, **own)
-    )
-    call = {"progress_bar": False, "unit": IDS}
-    found = [svi.run(KEY, 5, X, Y, stream=stream, **call) for stream in (False, True)]
-    for name, value in found[0].params.items():
-        np.testing.assert_array_equal(value, found[1].params[name])
+    found = params({"unit": ids}, **options)
+    for name, value in params(call, **other).items():
+        np.testing.assert_allclose(value, found[name], rtol=rtol)
 
 
 @pytest.mark.extended
@@ -168,121 +160,99 @@ def test_message_passing_clips_the_site_of_a_unit():
 @pytest.mark.table
 @pytest.mark.parametrize("kind", ["DPSVI", "DPMCMC", "DPLaplace", "fit"])
 def test_reports_count_units(kind):
-    ids, own = np.repeat(np.arange(300), 2), {"max_rows_per_unit": 2}
-    x = rng.normal(size=(600, 2)).astype(np.float32)
-    y = (x[:, 0] > 0) * 1
-    budget = PrivacyBudget(1.0, 1e-5)
+    own = {"budget": PrivacyBudget(1.0, 1e-5), "max_rows_per_unit": 2}
     if kind == "fit":
-        report = fit(model, x, y, unit=ids, budget=budget, rng_key=KEY, **own).privacy
+        report = fit(model, PAIRS, POSITIVE, unit=TWO, rng_key=KEY, **own).privacy
     elif kind == "DPLaplace":
-        report = DPLaplace(model, **grouped(budget=budget, **own)).run(KEY, x, y, unit=ids).privacy
+        laplace = DPLaplace(model, **grouped(**own))
+        report = laplace.run(KEY, PAIRS, POSITIVE, unit=TWO).privacy
     elif kind == "DPMCMC":
-        mcmc = dpmcmc(SGLD(model), num_warmup=2, num_samples=3, budget=budget, **own)
-        mcmc.run(KEY, x, y, unit=ids)
+        mcmc = dpmcmc(SGLD(model), num_warmup=2, num_samples=3, **own)
+        mcmc.run(KEY, PAIRS, POSITIVE, unit=TWO)
         report = mcmc.privacy
     else:
-        svi = DPSVI(
-            model,
-            AutoDiagonalNormal(model),
-            optax.sgd(0.1),
-            **grouped(clip_norm=1.0, budget=budget, sampler=FullBatch(), **own),
-        )
-        assert svi.plan(3, x, y, unit=ids).num_examples == 300
-        report = svi.run(KEY, 3, x, y, unit=ids, progress_bar=False).privacy
+        svi = dpsvi(model, AutoDiagonalNormal, optax.sgd(0.1), estimator=None, **own)
+        assert svi.plan(3, PAIRS, POSITIVE, unit=TWO).num_examples == 300
+        report = svi.run(KEY, 3, PAIRS, POSITIVE, unit=TWO, progress_bar=False).privacy
     assert (report.plan.num_examples, report.max_rows) == (300, 2)
     assert "One of 300 units, with all rows of plate 'rows' that have its id." in str(report)
     assert "A person with several ids" in str(report)
     assert "A person with several records" not in str(report)
     with pytest.raises(BudgetError, match="record of this run is a row"):
-        DPLaplace(model, budget=PrivacyBudget(3.0, 1e-5).after(report)).run(KEY, x, y)
+        DPLaplace(model, budget=PrivacyBudget(3.0, 1e-5).after(report)).run(KEY, PAIRS, POSITIVE)
 
 
 @pytest.mark.full
 def test_a_ledger_counts_one_kind_of_unit(tmp_path):
     ledger = Ledger(tmp_path / "ledger", PrivacyBudget(3.0, 1e-5))
-    ids = np.repeat(np.arange(300), 2)
-    x = rng.normal(size=(600, 2)).astype(np.float32)
-    y = (x[:, 0] > 0) * 1
 
     def run(**unit):
         rows = {"max_rows_per_unit": 2} if unit else {}
         driver = DPLaplace(model, **grouped(budget=ledger.budget(0.5, purpose="test"), **rows))
-        return driver.run(KEY, x, y, **unit)
+        driver.run(KEY, PAIRS, POSITIVE, **unit)
 
-    run(unit=ids)
+    run(unit=TWO)
     with pytest.raises(LedgerError, match="One total cannot cover both"):
         run()
-    run(unit=ids)
+    run(unit=TWO)
     assert len(Ledger(tmp_path / "ledger", PrivacyBudget(3.0, 1e-5)).entries) == 2
-
-
-def laplace_signals(x, y, ids):
-    """The signals of a stage, which have norm at most 1."""
-    driver = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-5), privacy=Privacy(max_rows_per_unit=R))
-    _, prior, guess = driver._prepared_for((x, y), {"unit": ids})
-    plan = driver._schedule(prior.outcomes)
-    stages, run = Stages(driver.settings, prior.outcomes, guess.groups), Run(prior, plan, guess)
-    stages.start(KEY, run, (x, y), {"unit": ids})
-    session = stages._session((x, y), {"unit": ids})
-    estimator = staged_scores(prior.outcomes, 3)(session.problem)
-    found = []
-    for release in range(len(plan.shares)):
-        public = estimator.prepare(KEY, run.request(release))
-        rows = session.rows((x, y), {"unit": ids}).arrays
-        signals = jax.vmap(lambda example, public=public: estimator.signal(public, example))(rows)
-        found.append(sum(np.sum(np.square(v), axis=tuple(range(1, np.ndim(v))))
-                         for v in jax.tree.leaves(signals)))  # fmt: skip
-    return np.sqrt(found)
 
 
 @pytest.mark.full
 def test_signals_of_units_keep_the_bounds_of_a_stage():
-    x = X * np.where(IDS == 2, 1e3, 1)[:, None].astype(np.float32)
-    norms = laplace_signals(x, Y, IDS)
-    assert norms.shape[1] == len(np.unique(IDS))
-    assert norms.max() <= 1 + 1e-5
-    assert norms.max() > 0.05
+    """The signals of a stage have norm at most 1."""
+    data = X * np.where(IDS == 2, 1e3, 1)[:, None].astype(np.float32), Y
+    driver = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-5), privacy=Privacy(max_rows_per_unit=R))
+    _, prior, guess = driver._prepared_for(data, {"unit": IDS})
+    plan = driver._schedule(prior.outcomes)
+    stages, run = Stages(driver.settings, prior.outcomes, guess.groups), Run(prior, plan, guess)
+    stages.start(KEY, run, data, {"unit": IDS})
+    session = stages._session(data, {"unit": IDS})
+    estimator = staged_scores(prior.outcomes, 3)(session.problem)
+    rows, size, largest = session.rows(data, {"unit": IDS}).arrays, len(np.unique(IDS)), 0
+    for release in range(len(plan.shares)):
+        public = estimator.prepare(KEY, run.request(release))
+        signals = jax.tree.leaves(jax.vmap(estimator.signal, (None, 0))(public, rows))
+        norms = np.sqrt(sum(np.square(v).reshape(size, -1).sum(1) for v in signals))
+        assert norms.max() <= 1 + 1e-5
+        largest = max(largest, norms.max())
+    assert largest > 0.05
 
 
-def test_bad_ids_are_refused():
-    svi = dpsvi(model, AutoDiagonalNormal, optax.sgd(0.1), max_rows_per_unit=R, estimator=None)
-    with pytest.raises(TypeError, match="needs the unit of each row"):
-        svi.run(KEY, 2, X, Y)
-    with pytest.raises(ValueError, match="one id for each row"):
-        svi.run(KEY, 2, X, Y, unit=IDS[:5])
-    with pytest.raises(ValueError, match="missing ids"):
-        svi.run(KEY, 2, X, Y, unit=np.where(IDS == 2, np.nan, IDS))
+def units(rows=R, fitted=model):
+    return dpsvi(fitted, AutoDiagonalNormal, optax.sgd(0.1), max_rows_per_unit=rows, estimator=None)
+
+
+def local(x, y):
+    mean = numpyro.sample("mean", dist.Normal(0, 1))
+    with numpyro.plate("rows", x.shape[0]):
+        own = numpyro.sample("own", dist.Normal(mean, 1))
+        numpyro.sample("x", dist.Normal(own, 1), obs=x[:, 0])
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(("ids", "make", "error", "match"), [
+    (None, units, TypeError, "needs the unit of each row"),
+    (IDS[:5], units, ValueError, "one id for each row"),
+    (np.where(IDS == 2, np.nan, IDS), units, ValueError, "missing ids"),
+    (IDS, lambda: units(0), ValueError, "max_rows_per_unit"),
+    (IDS, lambda: units(None), TypeError, "unit= needs max_rows_per_unit="),
+    (IDS, lambda: units(R, local), UnsupportedModelError, "belong to single rows"),
+])  # fmt: skip
+def test_bad_ids_are_refused(ids, make, error, match):
+    with pytest.raises(error, match=match):
+        make().run(KEY, 2, X, Y, **({} if ids is None else {"unit": ids}))
+
+
+def test_ids_must_not_be_traced_and_need_a_number_of_rows():
+    svi = units()
     state = svi.init(KEY, X, Y, unit=IDS)
     with pytest.raises(TypeError, match="unit= is traced"):
         jax.jit(lambda state, ids: svi.update(state, X, Y, unit=ids))(state, IDS)
     jax.jit(lambda state, x: svi.update(state, x, Y, unit=IDS))(state, X)
-    with pytest.raises(ValueError, match="max_rows_per_unit"):
-        DPSVI(model, AutoDiagonalNormal(model), optax.sgd(0.1), clip_norm=1.0,
-              sampler=FullBatch(), privacy=Privacy(noise_multiplier=1.0, max_rows_per_unit=0)).run(
-                  KEY, 2, X, Y, unit=IDS)  # fmt: skip
     svi.update(state, X, Y, unit=IDS)
-
-
-def test_ids_without_a_number_of_rows_are_refused():
-    svi = dpsvi(model, AutoDiagonalNormal, optax.sgd(1.0), estimator=None)
-    for call in (
-        lambda: fit(model, X, Y, epsilon=1.0, rng_key=KEY, unit=IDS),
-        lambda: svi.run(KEY, 3, X, Y, unit=IDS),
-    ):
-        with pytest.raises(TypeError, match="unit= needs max_rows_per_unit="):
-            call()
-
-
-def test_latents_of_rows_are_refused():
-    def local(x):
-        mean = numpyro.sample("mean", dist.Normal(0, 1))
-        with numpyro.plate("rows", x.shape[0]):
-            own = numpyro.sample("own", dist.Normal(mean, 1))
-            numpyro.sample("x", dist.Normal(own, 1), obs=x)
-
-    svi = dpsvi(local, AutoDiagonalNormal, optax.sgd(0.1), max_rows_per_unit=R, estimator=None)
-    with pytest.raises(UnsupportedModelError, match="belong to single rows"):
-        svi.run(KEY, 2, X[:, 0], unit=IDS)
+    with pytest.raises(TypeError, match="unit= needs max_rows_per_unit="):
+        fit(model, X, Y, epsilon=1.0, rng_key=KEY, unit=IDS)
 
 
 @pytest.mark.every_case
@@ -306,11 +276,11 @@ def test_missing_and_mixed_ids_are_refused(ids):
         group(ids, 3, 2)
 
 
-@pytest.mark.parametrize("missing", ["nan", "None", "NaT", "<NA>", "NA", " "])
-def test_texts_that_stand_for_a_missing_id_are_refused(missing):
-    for ids in (["a", missing, "b"], np.array(["a", missing, "b"])):
-        with pytest.raises(ValueError, match="stand for a missing id"):
-            group(ids, 3, 2)
+def test_texts_that_stand_for_a_missing_id_are_refused():
+    for missing in ("nan", "None", "NaT", "<NA>", "NA", " "):
+        for ids in (["a", missing, "b"], np.array(["a", missing, "b"])):
+            with pytest.raises(ValueError, match="stand for a missing id"):
+                group(ids, 3, 2)
 
 
 def test_ids_are_read_by_value():
@@ -324,26 +294,20 @@ def test_ids_are_read_by_value():
 @pytest.mark.every_case
 @pytest.mark.parametrize("library", ["pandas", "polars", "pyarrow"])
 def test_ids_of_frames(library):
-    def column(values):
-        module = pytest.importorskip(library)
-        return module.array(values) if library == "pyarrow" else module.Series(values)
+    module = pytest.importorskip(library)
+    column = module.array if library == "pyarrow" else module.Series
 
-    def units(values):
-        _, kwargs = as_arrays((), {"unit": column(values)})
+    def units(values, **kind):
+        _, kwargs = as_arrays((), {"unit": column(values, **kind)})
         return number_of_units(kwargs["unit"], 3)
 
     assert units(["a", "b", "a"]) == units([2**53 + 1, 2**53, 2**53]) == 2
-    for values in (["a", None, "b"], [2**53 + 1, None, 2**53]):
+    missing = [(["a", None, "b"], {}), ([2**53 + 1, None, 2**53], {})]
+    if library == "pandas":
+        missing += [([1, None, 2], {"dtype": "Int64"}), (["a", None, "b"], {"dtype": "category"})]
+    for values, kind in missing:
         with pytest.raises(ValueError, match="missing ids"):
-            units(values)
-
-
-def test_missing_ids_of_a_nullable_and_of_a_categorical_column():
-    pandas = pytest.importorskip("pandas")
-    for values, kind in (([1, None, 2], "Int64"), (["a", None, "b"], "category")):
-        _, kwargs = as_arrays((), {"unit": pandas.Series(values, dtype=kind)})
-        with pytest.raises(ValueError, match="missing ids"):
-            number_of_units(kwargs["unit"], 3)
+            units(values, **kind)
 
 
 @pytest.mark.extended
@@ -353,11 +317,8 @@ def test_a_model_may_have_an_argument_of_this_name():
         with numpyro.plate("rows", len(x)):
             numpyro.sample("x", dist.Normal(w * unit, 1), obs=x)
 
-    svi = DPSVI(own, AutoDiagonalNormal(own), optax.sgd(0.1), clip_norm=1.0,
-                sampler=FullBatch(), privacy=Privacy(noise_multiplier=1.0))  # fmt: skip
-    unit = np.where(np.arange(len(X)) == 3, np.nan, X[:, 1])
-    svi.run(KEY, 2, X[:, 0], unit=unit, progress_bar=False)
-    svi.run(KEY, 2, X[:, 0], unit=2.0, progress_bar=False)
+    for unit in (np.where(np.arange(len(X)) == 3, np.nan, X[:, 1]), 2.0):
+        units(None, own).run(KEY, 2, X[:, 0], unit=unit, progress_bar=False)
 
 
 def test_the_allowance_of_small_arrays_counts_units():
@@ -368,22 +329,19 @@ def test_the_allowance_of_small_arrays_counts_units():
         with numpyro.plate("rows", x.shape[0]):
             numpyro.sample("y", dist.Normal(w * jnp.sum(held * x[:, :1], axis=1), 1), obs=y)
 
-    x = rng.normal(size=(600, 2)).astype(np.float32)
-    ids = np.repeat(np.arange(300), 2)
-    settings = {"budget": PrivacyBudget(1.0, 1e-5)}
+    settings, data = {"budget": PrivacyBudget(1.0, 1e-5)}, (PAIRS, PAIRS[:, 0])
     with pytest.raises(UnsupportedModelError):
-        DPLaplace(with_table, **grouped(max_rows_per_unit=2, **settings)).plan(x, x[:, 0], unit=ids)
-    DPLaplace(with_table, **grouped(**settings)).plan(x, x[:, 0])
+        DPLaplace(with_table, **grouped(max_rows_per_unit=2, **settings)).plan(*data, unit=TWO)
+    DPLaplace(with_table, **grouped(**settings)).plan(*data)
 
 
 @pytest.mark.full
 def test_rehearsal_and_checks_take_units():
-    ids, x = np.repeat(np.arange(200), 2), rng.normal(size=(400, 2)).astype(np.float32)
     driver = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-5), privacy=Privacy(max_rows_per_unit=2))
-    found = rehearse(driver, KEY, x, None, unit=ids, num_simulations=2)
+    found = rehearse(driver, KEY, PAIRS, None, unit=TWO, num_simulations=2)
     assert "2 simulations" in str(found)
-    bad = np.where(np.arange(400)[:, None] == 7, np.nan, x)
-    checked = check_records(model, bad, (x[:, 0] > 0) * 1, unit=ids, max_rows_per_unit=2)
+    bad = np.where(np.arange(600)[:, None] == 7, np.nan, PAIRS)
+    checked = check_records(model, bad, POSITIVE, unit=TWO, max_rows_per_unit=2)
     assert checked.not_finite.tolist() == [7]
 
 
