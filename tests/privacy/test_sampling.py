@@ -1,5 +1,6 @@
 """The samplers' distributions: exact, from the thresholds; frequencies, with k-sigma bounds."""
 
+import collections
 import itertools
 import math
 from fractions import Fraction
@@ -13,34 +14,50 @@ from dp_accounting.dp_event import (
     PoissonSampledDpEvent,
     SampledWithoutReplacementDpEvent,
 )
-from privacy.drawn import batches, membership
+from jax import lax
 from scipy import stats
 
 from numpyro_dp.privacy import _batches
-from numpyro_dp.privacy._batches import WORD_BITS, binomial_tail, poisson_plan
+from numpyro_dp.privacy._batches import WORD_BITS, binomial_tail, distinct_plan, poisson_plan
 from numpyro_dp.privacy.keys import secret_key
 from numpyro_dp.privacy.sampling import FixedSize, FullBatch, Permutation, Poisson
+
+
+def batches(sampler, num_examples, steps, seed=0):
+    """Indices and masks of consecutive steps, from one compiled scan."""
+
+    def step(state, _):
+        return sampler.next(state)[::-1]
+
+    state = sampler.init(secret_key(seed), num_examples)
+    return map(np.asarray, jax.jit(lambda s: lax.scan(step, s, None, length=steps))(state)[1])
+
+
+def membership(indices, mask, num_examples):
+    """0/1 matrix (steps, records); fails if a record is twice in a batch."""
+    counts = np.zeros((len(indices), num_examples), np.int32)
+    rows = np.broadcast_to(np.arange(len(indices))[:, None], indices.shape)
+    np.add.at(counts, (rows[mask], indices[mask]), 1)
+    assert counts.max() <= 1
+    return counts
 
 
 def inclusion_scores(taken, rate):
     """Largest |z| of the records' and of the pairs' frequencies, under independence at ``rate``."""
     steps, records = taken.shape
-    single = (taken.mean(0) - rate) / math.sqrt(rate * (1 - rate) / steps)
-    centred = taken - rate
-    pairs = (centred.T @ centred / steps) / (rate * (1 - rate)) * math.sqrt(steps)
+    centred = (taken.astype(np.float32) - rate) / math.sqrt(rate * (1 - rate))
+    pairs = centred.T @ centred / math.sqrt(steps)
+    single = centred.sum(0, dtype=float) / math.sqrt(steps)
     return np.abs(single).max(), np.abs(pairs[np.triu_indices(records, 1)]).max()
 
 
 def count_pvalue(counts, trials, rate):
     """Chi-square of batch sizes against Binomial(trials, rate), cells of 10 expected or more."""
-    cells = np.arange(trials + 1)
-    expected = stats.binom.pmf(cells, trials, rate) * len(counts)
+    expected = stats.binom.pmf(np.arange(trials + 1), trials, rate) * len(counts)
     keep = expected >= 10
     observed = np.bincount(counts, minlength=trials + 1)
-    rest = [observed[~keep].sum()], [expected[~keep].sum()]
-    return stats.chisquare(
-        np.append(observed[keep], rest[0]), np.append(expected[keep], rest[1])
-    ).pvalue
+    both = ([*each[keep], each[~keep].sum()] for each in (observed, expected))
+    return stats.chisquare(*both).pvalue
 
 
 # Poisson: the distribution of a gap, exactly.
@@ -52,17 +69,14 @@ def gap_distribution(plan, limit):
     for place, thresholds, _ in plan.digits:
         tail = [Fraction(1), *(Fraction(t, 2**WORD_BITS) for t in thresholds), Fraction(0)]
         digit = [a - b for a, b in itertools.pairwise(tail)]
-        assert all(p >= 0 for p in digit)
-        assert sum(digit) == 1
-        combined = {}
+        assert min(digit) >= 0 and sum(digit) == 1
+        combined = collections.defaultdict(Fraction)
         for (value, p), (m, q) in itertools.product(distribution.items(), enumerate(digit)):
-            total = min(value + m * place, limit)
-            combined[total] = combined.get(total, 0) + p * q
+            combined[min(value + m * place, limit)] += p * q
         distribution = combined
     jump = Fraction(plan.jump[0], 2**WORD_BITS) if plan.jump else Fraction(0)
     distribution = {value: p * (1 - jump) for value, p in distribution.items()}
-    distribution[limit] = distribution.get(limit, Fraction(0)) + jump
-    return distribution
+    return distribution | {limit: distribution.get(limit, 0) + jump}
 
 
 @pytest.mark.full
@@ -107,15 +121,9 @@ def test_ties_are_refined():
     plan = _batches.PoissonPlan(4, (), (half,), 0.0, 0.0)
     low = _batches._geometric(secret_key(1), secret_key(2), plan, 7)
     assert set(np.asarray(low).tolist()) <= {0, 7}
-
-    def draw(key):
-        words = (
-            jnp.zeros((1, 100), jnp.uint32),
-            *jax.random.bits(key, (WORD_BITS // 32 - 1, 1, 100)),
-        )
-        return _batches._place_digits_exactly([_batches.Digit(7, (half,), 1)], words, 7)
-
-    taken = np.asarray(jax.vmap(draw)(jax.random.split(secret_key(3), 100))) == 7
+    rest = jax.random.bits(secret_key(3), (WORD_BITS // 32 - 1, 1, 10_000))
+    words = jnp.zeros((1, 10_000), jnp.uint32), *rest
+    taken = _batches._place_digits_exactly([_batches.Digit(7, (half,), 1)], words, 7) == 7
     assert abs(taken.mean() - 0.5) < 5 * 0.5 / 100
 
 
@@ -140,9 +148,8 @@ def test_long_gaps_are_the_same_by_either_way(rate, number):
 @pytest.mark.parametrize(("number", "rate"), [(200, 0.125), (60, 0.5), (1000, 2.0**-8)])
 def test_binomial_tail_is_a_tight_upper_bound(number, rate):
     top, base = rate.as_integer_ratio()
-    masses = [
-        math.comb(number, k) * top**k * (base - top) ** (number - k) for k in range(number + 1)
-    ]
+    masses = [math.comb(number, k) * top**k * (base - top) ** (number - k)
+              for k in range(number + 1)]  # fmt: skip
     for size in range(int(number * rate), min(number, int(number * rate) + 60)):
         exact = sum(masses[size + 1 :]) / base**number
         assert exact <= binomial_tail(size, number, rate) <= 1.3 * exact + 1e-300
@@ -180,18 +187,18 @@ def test_failures_cost_their_probability_and_no_more():
     rate, size, noise, epsilon = 0.4, 2, 0.8, 1.0
     grid, step = np.linspace(-8, 8, 4001, retstep=True)
 
-    def divergence(one, other):
-        return step * np.maximum(one - math.exp(epsilon) * other, 0).sum()
+    def divergence(one, other, size=size):
+        p, q = (cut_mixture(values, rate, size, noise, grid) for values in (one, other))
+        worse = (np.maximum(a - math.exp(epsilon) * b, 0).sum() for a, b in ((p, q), (q, p)))
+        return step * max(worse)
 
-    alone = cut_mixture([1.0], rate, 1, noise, grid), cut_mixture([], rate, 1, noise, grid)
-    ideal = max(divergence(*alone), divergence(*alone[::-1]))
+    ideal = divergence([1.0], [], 1)
     failure = binomial_tail(size - 1, 3, rate)
-    worst = 0.0
-    for others in itertools.product([-1.0, 0.0, 1.0], repeat=3):
-        for place in range(4):
-            with_one = [*others[:place], 1.0, *others[place:]]
-            pair = [cut_mixture(v, rate, size, noise, grid) for v in (with_one, others)]
-            worst = max(worst, divergence(*pair), divergence(*pair[::-1]))
+    worst = max(
+        divergence([*others[:place], 1.0, *others[place:]], others)
+        for others in itertools.product([-1.0, 0.0, 1.0], repeat=3)
+        for place in range(4)
+    )
     assert worst <= ideal + failure
     assert worst > 1.02 * ideal  # cutting does cost something
 
@@ -207,18 +214,22 @@ def test_overflow_is_cut_and_counted():
     assert indices.shape == (steps, size)
     counts = membership(indices, mask, number).sum(1)
     full = stats.binom.sf(size - 1, number, 0.2)  # exactly M rows, or cut
-    assert abs((counts == size).mean() - full) < 5 * math.sqrt(full * (1 - full) / steps)
     short = stats.binom.cdf(size - 3, number, 0.2)
-    assert abs((counts <= size - 3).mean() - short) < 5 * math.sqrt(short * (1 - short) / steps)
+    for found, prob in ((counts == size, full), (counts <= size - 3, short)):
+        assert abs(found.mean() - prob) < 5 * math.sqrt(prob * (1 - prob) / steps)
 
 
 # Poisson: frequencies.
 
 
-@pytest.mark.parametrize("rate", [0.02, 0.3, pytest.param(0.9, marks=pytest.mark.slow)])
-def test_poisson_inclusion(rate):
-    number, steps = 40, 20_000
-    taken = membership(*batches(Poisson(rate), number, steps), number)
+@pytest.mark.parametrize(("number", "rate", "steps"), [
+    (40, 0.02, 20_000),
+    (40, 0.3, 20_000),
+    pytest.param(40, 0.9, 20_000, marks=pytest.mark.slow),
+    pytest.param(200, 0.05, 400_000, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_poisson_inclusion(number, rate, steps):
+    taken = membership(*batches(Poisson(rate), number, steps, seed=11), number)
     single, pair = inclusion_scores(taken, rate)
     assert single < 5
     assert pair < 6
@@ -226,17 +237,14 @@ def test_poisson_inclusion(rate):
     # A sampler at another rate is rejected by the same statistics.
     for wrong in (0.9 * rate, 1.1 * rate):
         assert count_pvalue(taken.sum(1), number, wrong) < 1e-8
-
-
-@pytest.mark.full
-def test_poisson_control_with_the_wrong_sampler():
-    number, steps, rate = 40, 40_000, 0.3
-    taken = membership(*batches(Poisson(1.1 * rate), number, steps), number)
-    assert inclusion_scores(taken, rate)[0] > 8
-    # A fixed-size batch has the right marginals and the wrong pairs.
-    fixed = membership(*batches(FixedSize(12), number, steps), number)
-    single, pair = inclusion_scores(fixed, rate)
-    assert single < 5 < 6 < pair
+    if steps > 20_000:
+        assert inclusion_scores(taken, 1.02 * rate)[0] > 5
+    if rate == 0.3:
+        assert inclusion_scores(taken, 1.1 * rate)[0] > 8
+        # A fixed-size batch has the right marginals and the wrong pairs.
+        fixed = membership(*batches(FixedSize(12), number, steps), number)
+        single, pair = inclusion_scores(fixed, rate)
+        assert single < 5 < 6 < pair
 
 
 @pytest.mark.full
@@ -246,34 +254,19 @@ def test_poisson_control_with_the_wrong_sampler():
     pytest.param(2**31 - 2, 1e-7, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_poisson_at_scale(number, rate):
-    steps = 1500
+    steps, variance = 1500, number * rate * (1 - rate)
     indices, mask = batches(Poisson(rate), number, steps)
-    counts = mask.sum(1)
-    error = math.sqrt(number * rate * (1 - rate) / steps)
-    assert abs(counts.mean() - number * rate) < 5 * error
-    assert abs(counts.var() / (number * rate * (1 - rate)) - 1) < 5 * math.sqrt(2 / steps)
+    counts, taken = mask.sum(1), indices[mask].astype(np.int64)
+    assert abs(counts.mean() - number * rate) < 5 * math.sqrt(variance / steps)
+    assert abs(counts.var() / variance - 1) < 5 * math.sqrt(2 / steps)
     assert (mask[:, :-1] >= mask[:, 1:]).all()
     assert ((indices >= 0) & (indices < number)).all()
     assert (indices[~mask] == 0).all()
-    gaps = np.diff(indices.astype(np.int64), axis=1)[mask[:, 1:]]
-    assert gaps.min() >= 1
-    # Uniform over the rows: a gap distribution that is off by 1 % shifts the cells' counts.
-    cells = np.bincount((indices[mask].astype(np.int64) * 64) // number, minlength=64)
-    assert stats.chisquare(cells).pvalue > 1e-4
-    # Row number modulo 32: every residue alike, so the lowest digit is right.
-    residues = np.bincount(indices[mask] % 32, minlength=32)
-    assert stats.chisquare(residues).pvalue > 1e-4
-
-
-@pytest.mark.slow
-def test_poisson_inclusion_long():
-    number, steps, rate = 200, 400_000, 0.05
-    taken = membership(*batches(Poisson(rate), number, steps, seed=11), number)
-    single, pair = inclusion_scores(taken.astype(np.float32), rate)
-    assert single < 5
-    assert pair < 6
-    assert count_pvalue(taken.sum(1), number, rate) > 1e-4
-    assert inclusion_scores(taken.astype(np.float32), 1.02 * rate)[0] > 5
+    assert np.diff(indices.astype(np.int64), axis=1)[mask[:, 1:]].min() >= 1
+    # Uniform over the rows: a gap distribution that is off by 1 % shifts the cells' counts. Every
+    # residue modulo 32 alike, so the lowest digit is right.
+    for cells in (np.bincount(taken * 64 // number), np.bincount(taken % 32)):
+        assert stats.chisquare(cells).pvalue > 1e-4
 
 
 @pytest.mark.full
@@ -291,43 +284,34 @@ def test_steps_are_independent(sampler):
     assert np.abs(repeated[:-1].T @ repeated[1:]).max() / math.sqrt(steps) > 50
 
 
-@pytest.mark.parametrize("number", [1, 7, 1000])
-def test_rate_one_takes_all(number):
-    indices, mask = batches(Poisson(1.0), number, 3)
-    assert mask.all()
-    assert (indices == np.arange(number)).all()
-    assert Poisson(1.0).failure_prob(number) == 0
-
-
-@pytest.mark.parametrize("rate", [1e-300, 5e-324, 1e-7, 1 - 2**-53])
-def test_extreme_rates(rate):
-    _, mask = batches(Poisson(rate), 100, 2000)
-    expected = rate * 100
+@pytest.mark.parametrize(("rate", "number"), [
+    (1e-300, 100), (5e-324, 100), (1e-7, 100), (1 - 2**-53, 100), (0.25, 1), (1.0, 1), (1.0, 7),
+    (1.0, 1000),
+])  # fmt: skip
+def test_extreme_rates_and_numbers(rate, number):
+    indices, mask = batches(Poisson(rate), number, 2000)
+    expected = rate * number
     error = math.sqrt(expected * (1 - rate) / 2000)
     assert abs(mask.sum(1).mean() - expected) <= 5 * error + 1e-2
-    assert Poisson(rate).failure_prob(100) <= 1.01e-18
-    assert Poisson(rate).total_variation(100) <= 1e-40
-
-
-def test_one_record():
-    _, mask = batches(Poisson(0.25), 1, 20_000)
-    assert mask.shape == (20_000, 1)
-    assert abs(mask.mean() - 0.25) < 5 * math.sqrt(0.25 * 0.75 / 20_000)
-
-
-SAMPLERS = [Poisson(0.1), FixedSize(10), FixedSize(60), Permutation(30), FullBatch()]
+    assert Poisson(rate).failure_prob(number) <= (rate < 1) * 1.01e-18
+    assert Poisson(rate).total_variation(number) <= 1e-40
+    if rate == 1.0:
+        assert mask.all() and (indices == np.arange(number)).all()
 
 
 def test_amplification():
     event = GaussianDpEvent(1.0)
-    assert Poisson(0.1).amplify(event, 100) == PoissonSampledDpEvent(0.1, event)
-    expected = SampledWithoutReplacementDpEvent(100, 10, event)
-    assert FixedSize(10).amplify(event, 100) == expected
-    assert FullBatch().amplify(event, 100) is event
-    assert Permutation(30).amplify(event, 100) is event
-    probs = [s.inclusion_prob(100) for s in SAMPLERS]
-    assert probs == [0.1, 0.1, 0.6, 0.25, 1.0]
+    for sampler, made, prob in (
+        (Poisson(0.1), PoissonSampledDpEvent(0.1, event), 0.1),
+        (FixedSize(10), SampledWithoutReplacementDpEvent(100, 10, event), 0.1),
+        (FixedSize(60), SampledWithoutReplacementDpEvent(100, 60, event), 0.6),
+        (Permutation(30), event, 0.25), (FullBatch(), event, 1.0),
+    ):  # fmt: skip
+        assert sampler.amplify(event, 100) == made
+        assert sampler.inclusion_prob(100) == prob
     assert FullBatch().total_variation(100) == FullBatch().failure_prob(100) == 0
+    steps = (1, 4, 5, 8, 9)  # an epoch is one event
+    assert [Permutation(30).compositions(100, step) for step in steps] == [1, 1, 2, 2, 3]
 
 
 @pytest.mark.parametrize(("make", "error", "match"), [
@@ -351,18 +335,13 @@ def test_errors(make, error, match):
 
 @pytest.mark.parametrize(("number", "size"), [(100, 30), (100, 100), (7, 3), (5, 1), (10, 99)])
 def test_each_epoch_has_every_record_once(number, size):
-    sampler = Permutation(size)
     per_epoch = -(-number // size)
-    indices, mask = batches(sampler, number, 3 * per_epoch)
+    indices, mask = batches(Permutation(size), number, 3 * per_epoch)
     sizes = mask.sum(1)
     assert sizes.max() - sizes.min() <= 1
     assert sizes.max() <= size
-    epochs = [
-        np.concatenate([i[m] for i, m in zip(indices[at], mask[at], strict=True)])
-        for at in np.arange(3 * per_epoch).reshape(3, -1)
-    ]
-    for epoch in epochs:
-        np.testing.assert_array_equal(np.sort(epoch), np.arange(number))
+    epochs = indices[mask].reshape(3, number)
+    np.testing.assert_array_equal(np.sort(epochs), [np.arange(number)] * 3)
     if number > 20:
         assert (epochs[0] != epochs[1]).any()
 
@@ -376,6 +355,71 @@ def test_orders_are_uniform():
     assert stats.chisquare(counts).pvalue > 1e-3
 
 
-def test_an_epoch_is_one_event():
-    sampler = Permutation(30)
-    assert [sampler.compositions(100, steps) for steps in (1, 4, 5, 8, 9)] == [1, 1, 2, 2, 3]
+# Batches of a fixed size: uniform over subsets, distinct, and short only as often as stated.
+
+
+@pytest.mark.parametrize(("number", "size"), [(8, 2), (12, 3), (6, 3), (5, 4), (4, 4), (9, 1)])
+def test_fixed_size_is_uniform_over_subsets(number, size):
+    steps = 40_000
+    indices, mask = batches(FixedSize(size), number, steps)
+    assert mask.all() and indices.shape == (steps, size)
+    assert (membership(indices, mask, number).sum(1) == size).all()
+    codes = (1 << indices.astype(np.int64)).sum(1)
+    subsets = [sum(1 << i for i in s) for s in itertools.combinations(range(number), size)]
+    observed = np.array([(codes == c).sum() for c in subsets])
+    assert observed.sum() == steps
+    if size < number:
+        assert stats.chisquare(observed).pvalue > 1e-4
+        # A sampler with one record 20 % more likely is rejected by the same statistic.
+        weights = np.array([1.2 if c & 1 else 1.0 for c in subsets])
+        assert stats.chisquare(observed, steps * weights / weights.sum()).pvalue < 1e-5
+    # The order is uniform too: the first entry does not tell the row.
+    assert stats.chisquare(np.bincount(indices[:, 0], minlength=number)).pvalue > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("number", "size"), [(30_000, 300), (10**9, 1000), (1000, 250), (999, 600)]
+)
+def test_fixed_size_at_scale(number, size):
+    sampler = FixedSize(size)
+    indices, mask = batches(sampler, number, 200)
+    assert mask.all()
+    assert ((indices >= 0) & (indices < number)).all()
+    assert all(len(set(row)) == size for row in indices.tolist())
+    cells = np.bincount((indices.ravel().astype(np.int64) * 16) // number, minlength=16)
+    edges = [-(-cell * number // 16) for cell in range(17)]  # the first row of each cell
+    expected = np.diff(edges) / number * cells.sum()
+    assert (np.abs(cells - expected) < 5 * np.sqrt(expected)).all()
+    assert 0 <= sampler.failure_prob(number) <= 1.01e-18
+    assert sampler.total_variation(number) == 0
+
+
+@pytest.mark.parametrize("number", [1, 3, 7, 65_537, 10**6, 3 * 2**29, 2**31 - 2])
+def test_uniform_rows_are_lemires(number):
+    words = np.asarray(jax.random.bits(secret_key(5), (4000,))).astype(object)
+    products = [int(w) * number for w in words]
+    expected = [number if p % 2**32 < 2**32 % number else p >> 32 for p in products]
+    rows = _batches._uniform_rows(secret_key(5), 4000, number)
+    assert np.asarray(rows).tolist() == expected
+
+
+@pytest.mark.parametrize(("size", "number"), [(1, 2**31 - 2), (1, 3 * 2**29), (250, 1000), (3, 12)])
+def test_shortfall_bound(size, number):
+    plan = distinct_plan(size, number)
+    reject = (2**32 % number) / 2**32
+    good = (1 - (size - 1) / number) * (1 - reject)
+    assert 0 <= stats.binom.cdf(size - 1, plan.draws, good) <= 1.01 * plan.shortfall + 1e-300
+    assert plan.shortfall <= 1e-18
+
+
+def test_shortfall_is_masked(monkeypatch):
+    # A size of its own: what is compiled for other sizes is not compiled again.
+    monkeypatch.setattr(
+        _batches, "distinct_plan", lambda *_: _batches.DistinctPlan(draws=4, shortfall=0.4)
+    )
+    indices, mask = batches(FixedSize(4), 16, 20_000)
+    counts = membership(indices, mask, 16).sum(1)
+    distinct = 15 * 14 * 13 / 16**3
+    assert abs((counts == 4).mean() - distinct) < 5 * math.sqrt(distinct * (1 - distinct) / 20_000)
+    assert (indices[~mask] == 0).all()
+    assert counts.min() >= 1

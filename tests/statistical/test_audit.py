@@ -1,7 +1,6 @@
 """Audits with many draws: what an attacker learns is what was claimed."""
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,19 +9,10 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import dpmcmc, dpsvi
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 
-from numpyro_dp import (
-    DPMCMC,
-    DPSVI,
-    SGHMC,
-    SGLD,
-    PreconditionedSGLD,
-    Privacy,
-    PrivacyBudget,
-    audit,
-    secret_key,
-)
+from numpyro_dp import SGHMC, SGLD, PreconditionedSGLD, PrivacyBudget, audit, secret_key
 from numpyro_dp.audit import _distinguished
 from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.privacy.mechanism import gaussian
@@ -41,26 +31,17 @@ def model(x, y, keep=1.0):
         numpyro.sample("y", dist.Bernoulli(logits=x @ coef), obs=y)
 
 
-class Setting(NamedTuple):
-    """A mechanism to attack; ``least`` of its claim must be found."""
-
-    estimator: object
-    sampler: object
-    guide: object = AutoDiagonalNormal
-    model: object = model
-    least: float = 0.8
-
-
+# A mechanism to attack: estimator, sampler, guide, model, and how much of its claim must be found.
 SETTINGS = {
-    "aligned, full batch": Setting(aligned, FullBatch()),
-    "vanilla, full batch": Setting(vanilla, FullBatch()),
-    "aligned, Poisson": Setting(aligned, Poisson(0.4)),
-    "DP-SGD": Setting(aligned, Poisson(0.4), AutoDelta),
+    "aligned, full batch": (aligned, FullBatch(), AutoDiagonalNormal, model, 0.8),
+    "vanilla, full batch": (vanilla, FullBatch(), AutoDiagonalNormal, model, 0.8),
+    "aligned, Poisson": (aligned, Poisson(0.4), AutoDiagonalNormal, model, 0.8),
+    "DP-SGD": (aligned, Poisson(0.4), AutoDelta, model, 0.8),
     # One canary in ten is not seen.
-    "dropout": Setting(aligned, FullBatch(), AutoDelta, functools.partial(model, keep=0.9), 0.6),
+    "dropout": (aligned, FullBatch(), AutoDelta, functools.partial(model, keep=0.9), 0.6),
 }
 USUAL = "aligned, Poisson"
-EXTENDED = ("aligned, full batch", "vanilla, full batch", "DP-SGD", "dropout")
+NAMES = [n if n == USUAL else pytest.param(n, marks=pytest.mark.extended) for n in SETTINGS]
 
 
 def records(canary=True):
@@ -72,28 +53,22 @@ def records(canary=True):
 
 
 def attacked(name, draws):
-    setting = SETTINGS[name]
-    svi = DPSVI(
-        setting.model, setting.guide(setting.model), optax.sgd(1e-3),
-        estimator=setting.estimator(), clip_norm=0.7, sampler=setting.sampler, budget=BUDGET
-    )  # fmt: skip
+    estimator, sampler, guide, attacked_model, _ = SETTINGS[name]
+    svi = dpsvi(attacked_model, guide(attacked_model), optax.sgd(1e-3), estimator=estimator(),
+                clip_norm=0.7, sampler=sampler, budget=BUDGET)  # fmt: skip
     return audit(svi, jax.random.key(0), *records(), draws=draws)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.extended) if n in EXTENDED else n for n in SETTINGS]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_one_step_is_as_private_as_claimed_and_no_more(name):
     found = attacked(name, DRAWS)
     assert 1.48 < found.claim <= BUDGET.epsilon
-    assert SETTINGS[name].least * found.claim < found.lower <= found.claim
+    assert SETTINGS[name][-1] * found.claim < found.lower <= found.claim
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [n if n == USUAL else pytest.param(n, marks=pytest.mark.extended) for n in SETTINGS]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_audit_finds_too_little_noise(name, monkeypatch):
     usual = gaussian.spacing_of
     monkeypatch.setattr(
@@ -103,12 +78,16 @@ def test_the_audit_finds_too_little_noise(name, monkeypatch):
     assert found.lower > found.claim
 
 
-@functools.cache
-def first_samples(kernel):
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", [
+    SGLD,
+    pytest.param(PreconditionedSGLD, marks=pytest.mark.extended),
+    pytest.param(SGHMC, marks=pytest.mark.extended),
+])  # fmt: skip
+def test_a_sample_of_a_chain_is_as_private_as_claimed_and_no_more(kernel):
     """The first position of a chain along the canary's direction, without and with it."""
-    mcmc = DPMCMC(kernel(model), num_warmup=0, num_samples=1, clip_norm=0.7, sampler=FullBatch(),
-                  budget=BUDGET,
-                  privacy=Privacy(secret_key=2, repetition=True), progress_bar=False)  # fmt: skip
+    mcmc = dpmcmc(kernel(model), num_warmup=0, num_samples=1, clip_norm=0.7, budget=BUDGET,
+                  secret_key=2, repetition=True)  # fmt: skip
     mcmc.run(jax.random.key(0), *records(True))
     driver = mcmc._driver
     start = driver._init(jax.random.key(0), 1, records(True), {}, None).opened
@@ -126,18 +105,7 @@ def first_samples(kernel):
         draws = jax.jit(jax.vmap(lambda *key, rows=rows: position(key, rows)))
         worlds.append(np.asarray(draws(world, jnp.arange(DRAWS))))
     # The canary's score may point either way.
-    sign = np.sign(worlds[1].mean() - worlds[0].mean())
-    return sign * worlds[0], sign * worlds[1], mcmc.privacy.epsilon
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", [
-    SGLD,
-    pytest.param(PreconditionedSGLD, marks=pytest.mark.extended),
-    pytest.param(SGHMC, marks=pytest.mark.extended),
-])  # fmt: skip
-def test_a_sample_of_a_chain_is_as_private_as_claimed_and_no_more(kernel):
-    without, with_canary, claim = first_samples(kernel)
+    sign, claim = np.sign(worlds[1].mean() - worlds[0].mean()), mcmc.privacy.epsilon
+    bound = _distinguished(sign * worlds[0], sign * worlds[1], BUDGET.delta, 0.95)
     assert 1.48 < claim <= BUDGET.epsilon
-    bound = _distinguished(without, with_canary, BUDGET.delta, 0.95)
     assert 0.8 * claim < bound <= claim

@@ -1,7 +1,5 @@
 """The noise on the released sum has the stated distribution, and is never used twice."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,14 +7,14 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from flat import grouped
+from flat import dpsvi
 from gaussian import gaussian
 from jax import lax
 from jax.flatten_util import ravel_pytree
 from numpyro.infer.autoguide import AutoDiagonalNormal
 from scipy import stats
 
-from numpyro_dp import DPSVI, secret_key
+from numpyro_dp import secret_key
 from numpyro_dp.core import MechanismState
 from numpyro_dp.estimators import aligned, aligned_natural, natural, preconditioned, vanilla
 from numpyro_dp.samplers import Poisson
@@ -95,30 +93,28 @@ def records():
 
 
 def driver(estimator=aligned, **options):
-    settings = {"noise_multiplier": 1.3, "clip_norm": 0.6, "sampler": Poisson(0.4)} | options
-    return DPSVI(
-        model,
-        AutoDiagonalNormal(model),
-        optax.adam(1e-3),
-        **grouped(estimator=estimator(), **settings),
-    )
+    return dpsvi(model, AutoDiagonalNormal, optax.adam(1e-3), estimator=estimator(),
+                 noise_multiplier=1.3, clip_norm=0.6, sampler=Poisson(0.4), **options)  # fmt: skip
 
 
-@functools.cache
-def noise_of_a_run(estimator, key):
-    """What consecutive steps of a run release, less the same steps' noiseless sums."""
-    svi = driver(estimator, secret_key=key, repetition=True)
-    state = svi.init(jax.random.key(0), *records()).opened
-    session = svi._session(records(), {})
-    rows = session.rows(records(), {})
+def fixed(key, estimator=aligned):
+    return driver(estimator, secret_key=key, repetition=True)
+
+
+def noise_of_steps(svi, args, number):
+    """What consecutive steps release, less the same steps' noiseless sums; and the clip norms."""
+    state = svi.init(jax.random.key(0), *args).opened
+    session = svi._session(args, {})
+    rows = session.rows(args, {})
 
     def step(state, _):
         new, noisy = session._step(state, rows)
         _, sure = session._step(state._replace(noise_multiplier=jnp.zeros(())), rows)
         difference = jax.tree.map(jnp.subtract, noisy.released.total, sure.released.total)
-        return new, ravel_pytree(difference)[0] * session.inclusion_prob
+        norm = state.mechanism_state.clip_norm
+        return new, (ravel_pytree(difference)[0] * session.inclusion_prob, norm)
 
-    return np.asarray(jax.jit(lambda s: lax.scan(step, s, None, length=4_000))(state)[1])
+    return jax.jit(lambda s: lax.scan(step, s, None, length=number))(state)[1]
 
 
 @pytest.mark.full
@@ -130,53 +126,31 @@ def noise_of_a_run(estimator, key):
     (aligned_natural, 3),
 ])  # fmt: skip
 def test_noise_of_whole_steps(estimator, entries):
-    draws = noise_of_a_run(estimator, 7)
+    draws, _ = noise_of_steps(fixed(7, estimator), records(), 4_000)
     assert draws.shape == (4_000, entries)
     check_law(draws, 1.3 * 0.6)
     check_independent(draws)
     assert len(np.unique(draws[:, 0])) > 3_900
+    if estimator is aligned:  # the secret key decides it
+        np.testing.assert_array_equal(draws, noise_of_steps(fixed(7), records(), 4_000)[0])
+        other, _ = noise_of_steps(fixed(8), records(), 4_000)
+        assert largest_correlation(np.concatenate([draws, other], axis=1), 0) < SIGMA
+        assert not np.any(draws == other)
 
 
 @pytest.mark.full
-def test_keys_decide_the_noise():
-    again = noise_of_a_run.__wrapped__(aligned, 7)
-    other = noise_of_a_run(aligned, 8)
-    assert np.array_equal(again, noise_of_a_run(aligned, 7))
-    both = np.concatenate([again, other], axis=1)
-    assert largest_correlation(both, 0) < SIGMA
-    assert not np.any(again == other)
-
-
-@pytest.mark.full
-def test_runs_without_a_secret_key_differ_and_with_one_do_not():
-    svi, fixed = driver(), driver(secret_key=5, repetition=True)
-    keys = [
-        np.asarray(jax.random.key_data(key))
-        for svi in (svi, svi, fixed, fixed)
-        for state in [svi.init(jax.random.key(0), *records())]
-        for key in [state.secret_key, state.sampler_state.key]
-    ]
-    assert np.array_equal(keys[4], keys[6]) and np.array_equal(keys[5], keys[7])
-    distinct = [tuple(key) for key in keys[:6]]
-    assert len(set(distinct)) == 6  # noise and batches have keys of their own, too
-    results = [
-        driver(secret_key=key, repetition=True)
-        .run(jax.random.key(0), 3, *records(), progress_bar=False)
-        .params
+def test_the_secret_key_decides_noise_and_batches_and_the_public_key_does_not():
+    """The public key may be known to everybody. Without a secret key each run has another one."""
+    svi, rng_key = driver(), jax.random.key(0)
+    found = [each.init(rng_key, *records()) for each in (svi, svi, fixed(5), fixed(6), fixed(5))]
+    assert len({str(jax.random.key_data(state.rng_key)) for state in found}) == 1
+    keys = [tuple(np.asarray(jax.random.key_data(key)))
+            for state in found for key in (state.secret_key, state.sampler_state.key)]  # fmt: skip
+    assert keys[8:] == keys[4:6]
+    assert len(set(keys)) == 8  # noise and batches have keys of their own, too
+    one, again, other = (
+        fixed(key).run(rng_key, 3, *records(), progress_bar=False).params["auto_loc"]
         for key in (5, 5, 6)
-    ]
-    assert np.array_equal(results[0]["auto_loc"], results[1]["auto_loc"])
-    assert not np.any(results[0]["auto_loc"] == results[2]["auto_loc"])
-
-
-@pytest.mark.full
-def test_the_guide_key_does_not_decide_the_noise():
-    """The public key may be known to everybody: noise and batches must not follow from it."""
-    states = [
-        driver(secret_key=key, repetition=True).init(jax.random.key(0), *records())
-        for key in (1, 2)
-    ]
-    assert jnp.all(jax.random.key_data(states[0].rng_key) == jax.random.key_data(states[1].rng_key))
-    for field in (lambda s: s.secret_key, lambda s: s.sampler_state.key):
-        first, second = (np.asarray(jax.random.key_data(field(state))) for state in states)
-        assert not np.array_equal(first, second)
+    )
+    assert np.array_equal(one, again)
+    assert not np.any(one == other)
