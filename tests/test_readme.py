@@ -146,7 +146,7 @@ def test_posteriors_of_a_driver_and_a_mechanism_of_ones_own_are_as_wide_as_their
 def test_the_ways_through_the_package_are_those_of_the_code():
     text = (ROOT / "docs" / "architecture.md").read_text()
     ways = re.split(r"^## The way of ", text, flags=re.M)[1:]
-    assert len(ways) == 3
+    assert len(ways) == 4
     for way in ways:
         steps = re.findall(r"^\d\. `([\w/]+\.py)`, `(\w+)`", way, flags=re.M)
         assert 6 <= len(steps) <= 8
