@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpyro
 import numpyro.distributions as dist
 
-__all__ = ["given", "logistic", "mean_of", "of", "scored", "slopes"]
+__all__ = ["given", "logistic", "mean_of", "mixture", "of", "scored", "slopes"]
 
 
 def _values(x: Any, priors: dict[str, Any]) -> dict[str, Any]:
@@ -68,6 +70,19 @@ def mean_of(prior: float = 1, size: int = 0, plate: str = "records") -> Callable
         return of(lambda mean: dist.Normal(mean, 1), plate, mean=dist.Normal(0, prior))
     each = dist.Normal(0, prior).expand([size]).to_event(1)
     return of(lambda mean: dist.Normal(mean, 1).to_event(1), plate, mean=each)
+
+
+def mixture(number: int, scale: float = 0.5, probs: Any = None) -> Callable[..., Any]:
+    """A mixture of normals with unknown means and, unless given, equal weights."""
+
+    def density(x, means):
+        weights = jnp.full(number, 1 / number) if probs is None else jnp.asarray(probs)
+        each = dist.Normal(means, scale).to_event(1).log_prob(x[:, None])
+        return jax.nn.logsumexp(jnp.log(weights) + each, axis=-1)
+
+    return scored(
+        density, means=lambda x: dist.Normal(0, 1).expand([number, x.shape[1]]).to_event(2)
+    )
 
 
 def logistic(plate: str = "records") -> Callable[..., Any]:

@@ -79,7 +79,7 @@ def test_a_captured_array_is_found_in_an_inner_program(name, kind, monkeypatch):
     assert any(np.array_equal(each, TABLE) for each in held)
 
 
-def test_as_program_reads_inputs_constants_equations_and_outputs():
+def test_programs_have_inputs_constants_equations_literals_and_outputs():
     closed = jax.make_jaxpr(lambda x: (x + jnp.asarray(TABLE), 3.0))(TABLE)
     program = _compat.as_program(closed)
     assert len(program.inputs) == 1
@@ -89,12 +89,12 @@ def test_as_program_reads_inputs_constants_equations_and_outputs():
     assert _compat.as_program(program) is program
     assert _compat.as_program(TABLE) is None
     assert list(_compat.programs_in({"a": [closed], "b": 3})) == [program]
-
-
-def test_literal():
-    (equation,) = _compat.make_program(lambda x: x * 2.5, jnp.ones(()))[0].equations
-    assert [_compat.literal(atom) for atom in equation.invars] == [(), (2.5,)]
-    assert numbers_in_program(_compat.make_program(lambda x: x * 2.5, 1.0)[0]) == {2.5}
+    doubled_twice = _compat.make_program(lambda x: x * 2.5, 1.0)[0]
+    assert [_compat.literal(atom) for atom in doubled_twice.equations[0].invars] == [(), (2.5,)]
+    assert numbers_in_program(doubled_twice) == {2.5}
+    (equation,) = _compat.make_program(jax.jit(jnp.sin), 1.0)[0].equations
+    assert equation.primitive.name in _compat.CALLS
+    assert any(_compat.as_program(equation.params.get(name)) for name in _compat.CALLED)
 
 
 @pytest.mark.parametrize(
@@ -135,12 +135,6 @@ def test_names_of_operations(names, fn):
     assert set(names) - {"expand_dims"} <= found | {"copy", "copy_p", "slice"}
 
 
-def test_a_compiled_function_is_a_call_of_a_program():
-    (equation,) = _compat.make_program(jax.jit(jnp.sin), 1.0)[0].equations
-    assert equation.primitive.name in _compat.CALLS
-    assert any(_compat.as_program(equation.params.get(name)) for name in _compat.CALLED)
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -156,48 +150,37 @@ def test_calls_of_the_host_and_rules_for_batches_have_the_names_that_are_refused
     assert list(refused_calls(_compat.make_program(call, jnp.ones(()))[0]))
 
 
-def test_the_trace_state_changes_inside_a_transformation():
-    outside, inside = _compat.trace_state(), []
+def test_the_trace_and_the_axes_inside_a_transformation_are_known():
+    outside, held, inside, found = _compat.trace_state(), jnp.ones(()), [], []
 
     def note(x):
-        inside.append(_compat.trace_state() != outside)
+        inside.append((_compat.trace_state() != outside, _compat.has_named_axes()))
         return x
 
-    for transform in (jax.jit, jax.vmap, jax.checkpoint):
-        transform(note)(jnp.ones(2))
-    jax.grad(note)(1.0)
-    assert inside == [True] * 4
-    assert _compat.trace_state() == outside
-
-
-def test_named_axes():
-    found = []
-    jax.vmap(lambda x: found.append(_compat.has_named_axes()) or x, axis_name="a")(jnp.ones(2))
-    jax.vmap(lambda x: found.append(_compat.has_named_axes()) or x)(jnp.ones(2))
-    assert found == [True, False]
-    assert not _compat.has_named_axes()
-
-
-def test_an_argument_is_of_the_trace_of_its_function_and_a_held_array_is_not():
-    held, found = jnp.ones(()), []
-
-    def note(x):
+    def kinds(x):
         found.append((_compat.trace_of(x) is _compat.traced_by(), _compat.is_tracer(x)))
         found.append((_compat.trace_of(held) is _compat.traced_by(), _compat.is_tracer(held)))
         jax.jit(lambda y: found.append((_compat.trace_of(x) is _compat.traced_by(), True)) or y)(x)
         return x
 
-    jax.jit(note)(1.0)
+    for transform in (jax.jit, jax.vmap, jax.checkpoint):
+        transform(note)(jnp.ones(2))
+    jax.grad(note)(1.0)
+    jax.vmap(note, axis_name="a")(jnp.ones(2))
+    assert inside == [*[(True, False)] * 4, (True, True)]
+    assert (_compat.trace_state(), _compat.has_named_axes()) == (outside, False)
+    jax.jit(kinds)(1.0)
     assert found == [(True, True), (False, False), (False, True)]
 
 
-def test_a_rule_for_batches():
+def test_rules_generators_masks_and_optimisers():
     np.testing.assert_array_equal(jax.vmap(doubled)(jnp.ones(3)), 2 * jnp.ones(3))
-
-
-def test_a_generator_may_be_registered():
     assert jax.random.key(0, impl=CHACHA20).shape == ()
     assert _compat.define_prng_impl.__module__.startswith("jax")
+    masked = dist.Normal(jnp.zeros(2), 1).mask(jnp.array([True, False]))
+    np.testing.assert_array_equal(_compat.mask_of(masked), [True, False])
+    assert not _compat.takes_value(numpyro.optim.Adam(1.0))
+    assert _compat.takes_value(optax_to_numpyro(optax.contrib.reduce_on_plateau()))
 
 
 def test_the_model_inside_a_handler_a_partial_application_or_a_decorator():
@@ -222,16 +205,6 @@ def test_sites_inside_control_flow_are_marked():
     found = {name: _compat.in_control_flow(site) for name, site in trace.items()}
     assert found["inside"]
     assert not found["outside"]
-
-
-def test_the_mask_of_a_distribution():
-    masked = dist.Normal(jnp.zeros(2), 1).mask(jnp.array([True, False]))
-    np.testing.assert_array_equal(_compat.mask_of(masked), [True, False])
-
-
-def test_optimisers_that_take_the_loss_are_known():
-    assert not _compat.takes_value(numpyro.optim.Adam(1.0))
-    assert _compat.takes_value(optax_to_numpyro(optax.contrib.reduce_on_plateau()))
 
 
 @pytest.mark.parametrize("kind", [autoguide.AutoDiagonalNormal, autoguide.AutoMultivariateNormal])

@@ -1,32 +1,50 @@
 """The README's code runs as pasted, and the repository keeps its own rules."""
 
+import dataclasses
 import inspect
 import pathlib
 import re
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from conformance.registry import example
+from dp_accounting import PoissonSampledDpEvent
+from flat import dpsvi
+from models import mean_of
+from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import Privacy
+import numpyro_dp
+from numpyro_dp import PrivacyBudget
+from numpyro_dp.core import Batch, Estimator, Fold, Sampler
+from numpyro_dp.estimators import aligned
+from numpyro_dp.mechanisms import GaussianMechanism
+from numpyro_dp.posterior import rehearse
+from numpyro_dp.samplers import FullBatch
 
 ROOT = pathlib.Path(__file__).parents[1]
 
 
+def run_code(page, scope):
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S):
+        exec(compile(code, page, "exec"), scope)
+    return scope
+
+
 @pytest.mark.full
 def test_the_code_runs_as_pasted(capsys):
-    scope = {}
-    for page in ("README.md", "docs/svi.md", "docs/methods.md"):  # each goes on from the last one
-        for code in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S):
-            exec(compile(code, page, "exec"), scope)
-        printed = capsys.readouterr().out
-        if page == "README.md":
-            assert "epsilon <= " in printed and "add_or_remove_one" in printed
-            rows = [line for line in printed.splitlines() if line.startswith(("private", "NUTS"))]
-            found = [re.findall(r"-?\d+\.\d*", row) for row in rows]
-            private, exact = np.array(found, float)
-            np.testing.assert_allclose(private, exact, atol=0.3)
+    scope = run_code("README.md", {})
+    printed = capsys.readouterr().out
+    assert "epsilon <= " in printed and "add_or_remove_one" in printed
+    rows = [line for line in printed.splitlines() if line.startswith(("private", "NUTS"))]
+    private, exact = np.array([re.findall(r"-?\d+\.\d*", row) for row in rows], float)
+    np.testing.assert_allclose(private, exact, atol=0.3)
+    for page in ("docs/svi.md", "docs/methods.md"):  # each goes on from the last one
+        run_code(page, scope)
     assert scope["result"].privacy.epsilon <= 1.0
     assert set(scope["posterior"].params) == {"auto_linear", "auto_precision"}
     assert scope["draws"]["y"].shape == (500, 5)
@@ -36,9 +54,7 @@ def test_the_code_runs_as_pasted(capsys):
 @pytest.mark.parametrize("page", ["data.md", "moving.md", "settings.md"])
 def test_the_code_of_a_page_runs_as_pasted(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    scope = {"__name__": page}
-    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S):
-        exec(compile(code, page, "exec"), scope)
+    run_code(f"docs/{page}", {"__name__": page})
 
 
 def test_documents_link_to_files_that_exist():
@@ -50,44 +66,17 @@ def test_documents_link_to_files_that_exist():
 
 @pytest.mark.full
 def test_the_worked_additions_run():
-    import dataclasses
-
-    import jax
-    import jax.numpy as jnp
-    import numpyro
-    import numpyro.distributions as dist
-    import optax
-    from dp_accounting import PoissonSampledDpEvent
-    from numpyro.infer.autoguide import AutoDiagonalNormal
-
-    from numpyro_dp import DPSVI, PrivacyBudget
-    from numpyro_dp.core import Batch, Estimator, Fold, Sampler
-    from numpyro_dp.estimators import aligned
-
-    names = {
-        "dataclasses": dataclasses, "jax": jax, "jnp": jnp, "Batch": Batch, "Fold": Fold,
-        "Estimator": Estimator, "PoissonSampledDpEvent": PoissonSampledDpEvent, "Sampler": Sampler,
-        "__name__": "additions",
-    }  # fmt: skip
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.S)
-    assert len(blocks) == 3
-    for block in blocks:
-        exec(block, names)
-
-    def model(x):
-        mean = numpyro.sample("mean", dist.Normal(0, 10))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+    given = (dataclasses, jax, jnp, Batch, Fold, Estimator, PoissonSampledDpEvent, Sampler)
+    names = {each.__name__.rpartition(".")[2]: each for each in given} | {"jnp": jnp}
+    names = run_code("docs/extending.md", names | {"__name__": "additions"})
+    model = mean_of(10)
 
     def run(estimator, clip_norm):
-        svi = DPSVI(
-            model, AutoDiagonalNormal(model), optax.adam(0.1), estimator=estimator,
-            clip_norm=clip_norm, sampler=names["Half"](), budget=PrivacyBudget(8.0, 1e-4),
-            privacy=Privacy(secret_key=5, repetition=True),
-        )  # fmt: skip
+        svi = dpsvi(model, AutoDiagonalNormal, optax.adam(0.1), estimator=estimator,
+                    clip_norm=clip_norm, sampler=names["Half"](), budget=PrivacyBudget(8.0, 1e-4),
+                    secret_key=5, repetition=True)  # fmt: skip
         x = 3 + jax.random.normal(jax.random.key(1), (500,))
-        fold = names["largest"]
-        return svi.run(jax.random.key(0), 60, x, progress_bar=False, fold=fold)
+        return svi.run(jax.random.key(0), 60, x, progress_bar=False, fold=names["largest"])
 
     plain, scaled = run(aligned(), 2.0), run(names["scaled"](aligned(), 3.0), 6.0)
     assert abs(plain.params["auto_loc"][0] - 3) < 0.5 and plain.privacy.epsilon <= 8.0
@@ -100,18 +89,6 @@ def test_the_worked_additions_run():
 
 @pytest.mark.full
 def test_posteriors_of_a_driver_and_a_mechanism_of_ones_own_are_as_wide_as_their_errors():
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-    from conformance.registry import example
-    from numpyro.infer.autoguide import AutoDiagonalNormal
-
-    from numpyro_dp import DPSVI, PrivacyBudget
-    from numpyro_dp.mechanisms import GaussianMechanism
-    from numpyro_dp.posterior import rehearse
-    from numpyro_dp.samplers import FullBatch
-
     newton = example("newton")
     x, truth = jax.random.normal(jax.random.key(1), (3000, 3)), jnp.array([1.0, -0.7, 0.2])
     y = jax.random.bernoulli(jax.random.key(2), jax.nn.sigmoid(x @ truth)) * 1
@@ -134,10 +111,8 @@ def test_posteriors_of_a_driver_and_a_mechanism_of_ones_own_are_as_wide_as_their
     assert np.all(found.rmse < 0.2) and np.all(found.sd < 0.2)
 
     for mechanism in (GaussianMechanism(), example("automatic_clipping").AutomaticClipping()):
-        svi = DPSVI(
-            newton.model, AutoDiagonalNormal(newton.model), optax.adam(0.05),
-            privacy=Privacy(mechanism=mechanism), **common,
-        )  # fmt: skip
+        svi = dpsvi(newton.model, AutoDiagonalNormal, optax.adam(0.05), estimator=None,
+                    mechanism=mechanism, **common)  # fmt: skip
         run = svi.run(jax.random.key(0), 200, x, y, progress_bar=False)
         ratio, error = ratio_and_error(run.posterior)
         assert 1 < ratio < 1.8 and error < 3.5, (mechanism, ratio, error)
@@ -156,8 +131,6 @@ def test_the_ways_through_the_package_are_those_of_the_code():
 
 
 def test_each_public_name_has_an_example_and_a_page_that_names_it():
-    import numpyro_dp
-
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     text = "".join(page.read_text() for page in pages if page.name != "api.md")
     top = [getattr(numpyro_dp, name) for name in numpyro_dp.__all__]

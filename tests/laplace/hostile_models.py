@@ -1,5 +1,7 @@
 """Models with outcomes of every kind, and records that no model would make."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,40 +24,54 @@ def normal(name, *shape):
     return numpyro.sample(name, dist.Normal(0, 1).expand(shape).to_event(len(shape)))
 
 
-def observed(likelihood, *latents):
-    """A model with weights w and the likelihood ``(x, w, *latents) -> distribution``."""
+def observed(likelihood, *latents, shape=(D,), around=None, rows=None):
+    """A model with weights w and the likelihood ``(x, w, *latents) -> distribution``.
+
+    Arrays after y go to ``around``, which makes a handler, or to the likelihood.
+    """
 
     def model(x, y, *others):
-        values = normal("w", D), *[latent() for latent in latents]
-        with numpyro.plate("rows", x.shape[0]):
-            numpyro.sample("y", likelihood(x, *values, *others), obs=y)
+        values = normal("w", *shape), *[latent() for latent in latents]
+        handler = around(*others) if around else contextlib.nullcontext()
+        with numpyro.plate("rows", rows or x.shape[0]), handler:
+            numpyro.sample("y", likelihood(x, *values, *(() if around else others)), obs=y)
 
     return model
 
 
-def noise():
-    return numpyro.sample("noise", dist.LogNormal(0, 0.5))
+def latent(name, prior):
+    return lambda: numpyro.sample(name, prior)
 
 
-bernoulli = observed(lambda x, w: dist.Bernoulli(logits=x @ w))
-poisson = observed(lambda x, w: dist.Poisson(jnp.exp(x @ w)))
-linear = observed(lambda x, w, s: dist.Normal(x @ w, s), noise)
+def weights(weight):
+    return handlers.scale(scale=jnp.abs(weight))
 
 
-def categorical(x, y):
-    w = normal("w", D, 4)
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Categorical(logits=x @ w), obs=y)
+noise = latent("noise", dist.LogNormal(0, 0.5))
+concentration = latent("concentration", dist.Gamma(2, 1))
 
 
-def ordered(x, y):
-    w = normal("w", D)
-    cuts = dist.TransformedDistribution(
+def cuts():
+    return numpyro.sample("cuts", dist.TransformedDistribution(
         dist.Normal(0, 1).expand([3]).to_event(1), dist.transforms.OrderedTransform()
-    )
-    cuts = numpyro.sample("cuts", cuts)
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.OrderedLogistic(x @ w, cuts), obs=y)
+    ))  # fmt: skip
+
+
+def logits(x, w):
+    return dist.Bernoulli(logits=x @ w)
+
+
+def rates(x, w):
+    return dist.Poisson(jnp.exp(x @ w))
+
+
+def with_noise(x, w, s):
+    return dist.Normal(x @ w, s)
+
+
+def two_normals(x, w, s, p):
+    weights = dist.Categorical(probs=jnp.stack([p, 1 - p]))
+    return dist.MixtureSameFamily(weights, dist.Normal(w + x[:, :1], s))
 
 
 def two_sites(x, y, count):
@@ -65,14 +81,6 @@ def two_sites(x, y, count):
         numpyro.sample("count", dist.Poisson(jnp.exp(x[:, 0] * w[1] + w[0])), obs=count)
 
 
-def mixture(x, y):
-    loc, s, w = normal("loc", 2), noise(), numpyro.sample("p", dist.Beta(2, 2))
-    with numpyro.plate("rows", x.shape[0]):
-        parts = dist.Normal(loc + x[:, :1], s)
-        weights = dist.Categorical(probs=jnp.stack([w, 1 - w]))
-        numpyro.sample("y", dist.MixtureSameFamily(weights, parts), obs=y)
-
-
 def summed_out(x, y):
     loc, p = normal("loc", 2), numpyro.sample("p", dist.Dirichlet(jnp.ones(2)))
     with numpyro.plate("rows", x.shape[0]):
@@ -80,48 +88,16 @@ def summed_out(x, y):
         numpyro.sample("y", dist.Normal(loc[part] + x[:, 0], 1.0), obs=y)
 
 
-def weighted(x, y, weight):
-    w = normal("w", D)
-    with numpyro.plate("rows", x.shape[0]), handlers.scale(scale=jnp.abs(weight)):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
-
-
-def weighted_poisson(x, y, weight):
-    w = normal("w", D)
-    with numpyro.plate("rows", x.shape[0]), handlers.scale(scale=jnp.abs(weight)):
-        numpyro.sample("y", dist.Poisson(jnp.exp(x @ w)), obs=y)
-
-
-def weighted_in_a_plate_of_known_size(x, y, weight):
-    w = normal("w", D)
-    with numpyro.plate("rows", 20), handlers.scale(scale=jnp.abs(weight)):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
-
-
-def masked(x, y, weight):
-    w, s = normal("w", D), noise()
-    with numpyro.plate("rows", x.shape[0]), handlers.mask(mask=weight > 0):
-        numpyro.sample("y", dist.Normal(x @ w, s), obs=y)
-
-
-def binomial(x, y):
-    w = normal("w", D)
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Binomial(5, logits=x @ w), obs=y)
-
-
-def concentration():
-    return numpyro.sample("concentration", dist.Gamma(2, 1))
-
-
 # name: (model, kinds of the arrays after x, whether outcomes are listed)
 MODELS = {
-    "bernoulli": (bernoulli, "i", True),
-    "poisson": (poisson, "i", False),
-    "linear": (linear, "f", False),
-    "categorical": (categorical, "i", True),
-    "ordered": (ordered, "i", True),
-    "binomial": (binomial, "i", True),
+    "bernoulli": (observed(logits), "i", True),
+    "poisson": (observed(rates), "i", False),
+    "linear": (observed(with_noise, noise), "f", False),
+    "categorical": (
+        observed(lambda x, w: dist.Categorical(logits=x @ w), shape=(D, 4)), "i", True,
+    ),
+    "ordered": (observed(lambda x, w, cuts: dist.OrderedLogistic(x @ w, cuts), cuts), "i", True),
+    "binomial": (observed(lambda x, w: dist.Binomial(5, logits=x @ w)), "i", True),
     "negative binomial": (
         observed(lambda x, w, c: dist.NegativeBinomial2(jnp.exp(x @ w), c), concentration),
         "i", False,
@@ -131,12 +107,16 @@ MODELS = {
     ),
     "student": (observed(lambda x, w, s: dist.StudentT(4.0, x @ w, s), noise), "f", False),
     "two sites": (two_sites, "fi", False),
-    "mixture": (mixture, "f", False),
+    "mixture": (
+        observed(two_normals, noise, latent("p", dist.Beta(2, 2)), shape=(2,)), "f", False,
+    ),
     "summed out": (summed_out, "f", False),
-    "weighted": (weighted, "if", True),
-    "weighted, known size": (weighted_in_a_plate_of_known_size, "if", True),
-    "weighted poisson": (weighted_poisson, "if", False),
-    "masked": (masked, "ff", False),
+    "weighted": (observed(logits, around=weights), "if", True),
+    "weighted, known size": (observed(logits, around=weights, rows=20), "if", True),
+    "weighted poisson": (observed(rates, around=weights), "if", False),
+    "masked": (
+        observed(with_noise, noise, around=lambda w: handlers.mask(mask=w > 0)), "ff", False,
+    ),
     "censored, Weibull": (
         observed(lambda x, w, s, late: dist.RightCensoredDistribution(
             dist.Weibull(jnp.exp(x @ w), s), late > 0), noise), "fi", False,

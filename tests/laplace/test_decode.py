@@ -11,13 +11,7 @@ import pytest
 
 from numpyro_dp.laplace import curvature, schedule
 from numpyro_dp.laplace import decode as decoding
-from numpyro_dp.laplace.curvature import (
-    denoise_scales,
-    first_whitening,
-    next_whitening,
-    read_stage,
-    start,
-)
+from numpyro_dp.laplace.curvature import denoise_scales, first_whitening, next_whitening, read_stage
 from numpyro_dp.laplace.pattern import group_sites, pairs_of, power_of
 from numpyro_dp.posterior import algebra, likelihood
 from numpyro_dp.posterior.likelihood import matrix_error
@@ -60,13 +54,13 @@ def releases(size, mu, index):
     return clip / score, curvature_clip / (stage * np.sqrt(0.98 * part)), clip**2 / (0.14 * stage)
 
 
-def stage_at(size, curvature=None, noise=(0.1, 1e-7), covariance=None, mean=None):
-    """A stage in coordinates that are white, with a score of 0."""
+def stage_at(size, curvature=None, noise=(0.1, 1e-7), covariance=None, mean=None, score=None,
+             whitening=None, template=None):  # fmt: skip
+    """A stage, in coordinates that are white and with a score of 0 unless given."""
     one, zero = np.eye(size), np.zeros(size)
-    return read_stage(
-        zero if mean is None else mean, one if covariance is None else covariance, one, one, zero,
-        one if curvature is None else curvature, *noise,
-    )  # fmt: skip
+    defaults = (mean, zero), (covariance, one), (whitening, one), (template, one), (score, zero)
+    given = (default if value is None else value for value, default in defaults)
+    return read_stage(*given, one if curvature is None else curvature, *noise)
 
 
 def capped(mean, covariance, prior):
@@ -138,7 +132,9 @@ def exact_stages(rng, size=3, kappa=0.6):
         mean = optimum + 0.1 * rng.normal(size=size)
         score = whitening @ curvature @ (optimum - mean) + noise * rng.normal(size=size)
         stages.append(
-            read_stage(mean, prior.covariance, whitening, whitened, score, whitened, noise, 1e-7)
+            stage_at(
+                size, whitened, (noise, 1e-7), prior.covariance, mean, score, whitening, whitened
+            )
         )
         slope = whitening @ curvature / noise
         precision += slope.T @ slope
@@ -200,13 +196,11 @@ def test_the_error_covariance_is_that_of_simulated_errors():
 
 def test_without_information_the_prior_is_left():
     rng = np.random.default_rng(2)
-    for kind in ("full", "diagonal"):
-        for _ in range(10):
-            prior, _, mean, covariance = run(4, 1e-4, rng, kind)
-            ratios = np.linalg.eigvals(prior.precision @ covariance).real
-            assert np.all(ratios > 0.95)
-            assert np.all(ratios < 1 + 1e-9)
-            assert np.all(np.abs(mean - prior.mean) < 0.3 * np.sqrt(np.diag(prior.covariance)))
+    for kind in ("full", "diagonal") * 10:
+        prior, _, mean, covariance = run(4, 1e-4, rng, kind)
+        ratios = np.linalg.eigvals(prior.precision @ covariance).real
+        assert np.all((ratios > 0.95) & (ratios < 1 + 1e-9))
+        assert np.all(np.abs(mean - prior.mean) < 0.3 * np.sqrt(np.diag(prior.covariance)))
 
 
 @pytest.fixture(scope="module")
@@ -290,14 +284,12 @@ def test_agrees_with_the_reference(reference, monkeypatch):
 def test_scales_agree_with_the_reference(reference):
     for noise_sd in (0.01, 0.3, 1.0):
         scales = np.linspace(-2, 3, 21) * max(noise_sd, 0.3)
-        np.testing.assert_allclose(
-            denoise_scales(scales, noise_sd),
-            reference.denoise_scales(scales, noise_sd),
-            rtol=1e-6,
-        )
+        expected = reference.denoise_scales(scales, noise_sd)
+        np.testing.assert_allclose(denoise_scales(scales, noise_sd), expected, rtol=1e-6)
     assert denoise_scales(np.array([0.0]), 1e4) == pytest.approx(1.0, rel=1e-3)
 
 
+@pytest.fixture
 def last_stages():
     """Prior, seven stages that agree, kappa and begin, and what they give."""
     kept = []
@@ -306,25 +298,21 @@ def last_stages():
     return prior, stages, kappa, begin, mean, covariance
 
 
-def assert_same(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_a_stage_that_contradicts_later_ones_is_left_out():
-    prior, stages, kappa, begin, _, covariance = last_stages()
-    wrong = stages[3].score + 20 * np.abs(stages[3].score)
-    changed = (*stages[:3], dataclasses.replace(stages[3], score=wrong), *stages[4:])
-    found = decoding.decode_stages(prior, changed, kappa, begin)
-    assert_same(found, decoding.decode_stages(prior, (*stages[:3], *stages[4:]), kappa, begin))
-    assert np.trace(found[1]) > np.trace(covariance)
-
-
-def test_the_newest_stage_stands_against_all_others():
-    prior, stages, kappa, begin, *_ = last_stages()
+def test_a_stage_that_contradicts_later_ones_is_left_out_and_the_newest_stands(last_stages):
+    prior, stages, kappa, begin, _, covariance = last_stages
+    wrong = dataclasses.replace(stages[3], score=stages[3].score + 20 * np.abs(stages[3].score))
     newest = dataclasses.replace(stages[-1], score=stages[-1].score + 1e4)
-    found = decoding.decode_stages(prior, (*stages[:-1], newest), kappa, begin)
-    assert_same(found, decoding.decode_stages(prior, (newest,), kappa, begin))
+    for changed, kept in (
+        ((*stages[:3], wrong, *stages[4:]), (*stages[:3], *stages[4:])),
+        ((*stages[:-1], newest), (newest,)),
+    ):
+        found, expected = (
+            decoding.decode_stages(prior, each, kappa, begin) for each in (changed, kept)
+        )
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+        if len(kept) > 1:
+            assert np.trace(found[1]) > np.trace(covariance)
 
 
 def test_curvature_along_a_long_step_is_put_back():
@@ -332,26 +320,21 @@ def test_curvature_along_a_long_step_is_put_back():
     step = np.full(size, size**-0.5)
     true = np.eye(size) - 0.8 * np.outer(step, step)  # curvature falls along the way alone
     noise, rng = 0.15, np.random.default_rng(0)
-    draws = 0.001 * np.eye(size)
 
-    def stage_of(covariance):
-        return stage_at(size, true + noise * goe(size, rng), (0.1, noise), covariance, step)
+    def stages(spread):
+        """Before the step is looked at and after it, and the curvatures along it."""
+        released = true + noise * goe(size, rng)
+        before = stage_at(size, released, (0.1, noise), spread * np.eye(size), step)
+        after = curvature.with_steps(before, step)
+        return after, *(step @ stage.curvature @ step for stage in (before, after))
 
-    def along(stage):
-        return step @ stage.curvature @ step
-
-    before, after = [], []
-    for _ in range(40):
-        stage = stage_of(draws)
-        before.append(along(stage))
-        after.append(along(curvature.with_steps(stage, step)))
-    assert np.mean(before) > 0.45
-    assert np.mean(after) == pytest.approx(0.2, abs=0.12)
-    stage = stage_of(np.eye(size))  # the step is inside of the uncertainty
-    assert along(curvature.with_steps(stage, step)) == pytest.approx(along(stage))
-    assert np.all(
-        np.linalg.eigvalsh(curvature.with_steps(stage_of(draws), step).curvature_floored) > 0
-    )
+    narrow = [stages(0.001) for _ in range(40)]
+    before, after = np.mean([each[1:] for each in narrow], axis=0)
+    assert before > 0.45
+    assert after == pytest.approx(0.2, abs=0.12)
+    assert np.all(np.linalg.eigvalsh(narrow[-1][0].curvature_floored) > 0)
+    _, before, after = stages(1.0)  # the step is inside of the uncertainty
+    assert after == pytest.approx(before)
 
 
 def test_the_excess_of_observed_outcomes():
@@ -370,9 +353,8 @@ def test_the_next_whitening_of_a_diagonal_curvature():
     prior = likelihood.Prior(np.zeros(3), np.diag([1.0, 2.0, 3.0]))
     whitening, curvature = np.diag([0.5, 0.2, 0.1]), np.diag([4.0, 25.0, 100.0])
     whitened = whitening @ curvature @ whitening
-    stage = read_stage(
-        prior.mean, prior.covariance, whitening, whitened, np.zeros(3), whitened, 1.0, 1e-6
-    )
+    own = {"covariance": prior.covariance, "whitening": whitening, "template": whitened}
+    stage = stage_at(3, whitened, (1.0, 1e-6), **own)
     stage = dataclasses.replace(stage, curvature_error=0.04)
     # The ridge, .52, raises no eigenvalue (all are 1).
     power = 0.4 + 0.1 / (1 + (2 * 1.5 * 0.2 * np.sqrt(3)) ** 2)
@@ -384,9 +366,7 @@ def test_the_next_whitening_of_a_diagonal_curvature():
     assert decoding.sampling_ratio(stage, 9.0, 0.3) == 1.0
     assert decoding.sampling_ratio(stage, -9.0, 0.3) == 0.1
     # An earlier stage with half of the curvature: the gap is half of it, in that stage's units.
-    half = read_stage(
-        prior.mean, prior.covariance, whitening, whitened, np.zeros(3), whitened / 2, 1.0, 1e-6
-    )
+    half = stage_at(3, whitened / 2, (1.0, 1e-6), **own)
     earlier, newest = decoding.with_discrepancies((half, stage))
     assert earlier.discrepancy == pytest.approx(np.sum((whitened / 2) ** 2) / 6, rel=1e-5)
     assert newest.discrepancy == pytest.approx(0.3**2, rel=1e-5)
@@ -407,10 +387,9 @@ def test_odd_releases_leave_everything_finite(size):
         for _ in range(4):
             noise = 10.0 ** rng.uniform(-8, 6) * (case != 3)
             curvature = (-3.0 if case % 2 else 0.0) * noise * np.eye(size) - 50.0 * (case == 3)
-            stage = read_stage(
-                mean, covariance, whitening, template, 30 * noise * rng.normal(size=size),
-                curvature + noise * goe(size, rng), noise, noise,
-            )  # fmt: skip
+            score = 30 * noise * rng.normal(size=size)
+            released = curvature + noise * goe(size, rng)
+            stage = read_stage(mean, covariance, whitening, template, score, released, noise, noise)
             stages = decoding.with_discrepancies((*stages, stage))
             kappa = decoding.sampling_ratio(stages[-1], -noise, noise)
             mean, covariance = decoding.decode_stages(prior, stages, kappa, (mean, covariance))
@@ -480,11 +459,11 @@ def test_the_start_finds_a_curvature_along_the_mean_row():
     whitening = np.diag([0.5, 2.0, 1.0])
     scales = np.diag(whitening @ exact @ whitening)
     total = (rows @ whitening).sum(axis=0)
-    found = start(whitening, scales, 1e-3, (total, 1e-6), len(rows))
+    found = curvature.start(whitening, scales, 1e-3, (total, 1e-6), len(rows))
     np.testing.assert_allclose(np.diag(found), np.diag(exact), rtol=1e-2)
     np.testing.assert_allclose(found, exact, atol=0.06 * exact.max())
-    noise_only = start(whitening, scales, 1e-3, (total, 1e6), len(rows))
-    np.testing.assert_allclose(noise_only, start(whitening, scales, 1e-3))
+    noise_only = curvature.start(whitening, scales, 1e-3, (total, 1e6), len(rows))
+    np.testing.assert_allclose(noise_only, curvature.start(whitening, scales, 1e-3))
     first = first_whitening(likelihood.Prior(np.zeros(3), np.eye(3)), found)
     assert np.trace(first @ found @ first) == pytest.approx(3)
 
@@ -531,8 +510,8 @@ def test_a_power_of_the_dense_block_alone():
     )
 
 
-def test_the_length_of_a_step_is_uncertain_along_it_alone():
-    prior, stages, kappa, begin, *_ = last_stages()
+def test_the_length_of_a_step_is_uncertain_along_it_alone(last_stages):
+    prior, stages, kappa, begin, *_ = last_stages
     mean, covariance = decoding.decode_stages(prior, stages, kappa, begin)
     done, wider = decoding.with_step(stages, mean, covariance)
     first, later = stages[0], done[-1].step
@@ -556,12 +535,9 @@ def test_a_direction_that_no_record_sees_gets_less_information(monkeypatch):
     found, plain = [], []
     for _ in range(number):
         noise = rng.normal(size=(size, size))
-        curvature = 50 * np.diag([1.0] * (size - 1) + [0]) + 2 * (noise + noise.T) / 2
-        whitening = np.eye(size) / np.sqrt(50)
-        stage = read_stage(
-            np.zeros(size), np.eye(size), whitening, np.eye(size), rng.normal(size=size),
-            whitening @ curvature @ whitening, 0.3, 2 / 50,
-        )  # fmt: skip
+        released = np.diag([1.0] * (size - 1) + [0]) + (noise + noise.T) / 50
+        score, whitening = rng.normal(size=size), np.eye(size) / np.sqrt(50)
+        stage = stage_at(size, released, (0.3, 2 / 50), score=score, whitening=whitening)
         kept = decoding.believed_curvature(stage)
         np.testing.assert_allclose(np.diag(kept)[:-1], np.diag(stage.curvature)[:-1], rtol=0.03)
         found.append(decoding.decode_stages(prior, (stage,), 1.0)[1][-1, -1])

@@ -1,6 +1,7 @@
 """DPLaplace: what a run spends, repeats and finds."""
 
 import functools
+import itertools
 import warnings
 
 import jax
@@ -10,6 +11,7 @@ import numpyro
 import numpyro.distributions as dist
 import pytest
 from flat import grouped
+from models import given, of
 
 from numpyro_dp import (
     DPLaplace,
@@ -28,23 +30,25 @@ D = 3
 BUDGET = PrivacyBudget(1.0, 1e-5)
 
 
-def logits(eta):
-    return dist.Bernoulli(logits=eta)
+def glm(family, prior=dist.Normal(0, 1), **priors):  # noqa: B008
+    """A generalised linear model with a weight for each column, and further latents."""
+    return given(
+        lambda x, w, **others: family(x @ w, **others), "rows",
+        w=lambda x: prior.expand([x.shape[1]]).to_event(1), **priors,
+    )  # fmt: skip
 
 
-def glm(family=logits, prior=dist.Normal(0, 1)):  # noqa: B008
-    """A generalised linear model with a weight for each column."""
-
-    def model(x, y):
-        w = numpyro.sample("w", prior.expand([x.shape[1]]).to_event(1))
-        with numpyro.plate("rows", x.shape[0]):
-            numpyro.sample("y", family(x @ w), obs=y)
-
-    return model
-
-
-logistic = glm()
-counts = glm(lambda eta: dist.Poisson(jnp.exp(eta)), dist.Normal(0, 0.5))
+FAMILIES = {
+    "logistic": lambda eta: dist.Bernoulli(logits=eta),
+    "counts": lambda eta: dist.Poisson(jnp.exp(eta)),
+}
+logistic = glm(FAMILIES["logistic"])
+counts = glm(FAMILIES["counts"], dist.Normal(0, 0.5))
+linear = glm(lambda eta, s: dist.Normal(eta, s), s=dist.HalfNormal(1.0))
+textbook = glm(  # with the priors of textbooks
+    lambda eta, a, s: dist.Normal(a + eta, s), dist.Normal(0, 10),
+    a=dist.Normal(0, 100), s=dist.HalfCauchy(5.0),
+)  # fmt: skip
 
 
 def intercepts(group, y):
@@ -55,29 +59,31 @@ def intercepts(group, y):
         numpyro.sample("y", dist.Normal(effect[group], 1.0), obs=y)
 
 
-def linear(x, y):
-    """A linear model with an unknown scale."""
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
-    s = numpyro.sample("s", dist.HalfNormal(1.0))
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w, s), obs=y)
+def apart():
+    """Groups whose outcomes differ, and do not vary within a group."""
+    group = np.arange(3000) % 6
+    return jnp.asarray(group), jnp.asarray(np.linspace(-2, 2, 6)[group], jnp.float32)
 
 
-def textbook(x, y):
-    """A linear model with the priors of textbooks."""
-    a = numpyro.sample("a", dist.Normal(0, 100))
-    w = numpyro.sample("w", dist.Normal(0, 10).expand([x.shape[1]]).to_event(1))
-    s = numpyro.sample("s", dist.HalfCauchy(5.0))
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Normal(a + x @ w, s), obs=y)
+def yes_or_no(rng, eta):
+    return (rng.random(len(eta)) < 1 / (1 + np.exp(-np.asarray(eta, float)))).astype(np.int32)
+
+
+def normal_outcomes(seed, number, w, spread):
+    """Predictors and outcomes of a linear model."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(number, len(w))).astype(np.float32)
+    return x, (x @ w + spread * rng.normal(size=number)).astype(np.float32)
+
+
+FOUR = np.array([0.5, -1.0, 0.2, 0.7])
 
 
 @functools.cache
 def records(number=2000, seed=1):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(number, D)).astype(np.float32)
-    p = 1 / (1 + np.exp(-x @ np.array([1.0, -0.5, 0.0])))
-    return jnp.asarray(x), jnp.asarray((rng.random(number) < p).astype(np.int32))
+    return jnp.asarray(x), jnp.asarray(yes_or_no(rng, x @ np.array([1.0, -0.5, 0.0])))
 
 
 @functools.cache
@@ -101,40 +107,21 @@ def repeated(model, args, secret_key, **options):
     return run(model, args, secret_key=secret_key, repetition=True, **options)
 
 
-@functools.cache
-def first_run():
-    return run(secret_key=7)
-
-
-@pytest.mark.every_case
-@pytest.mark.parametrize(
-    "relation",
-    ["add_or_remove_one", pytest.param("replace_one", marks=pytest.mark.full)],
-)
-def test_the_budget_is_spent_and_no_more(relation):
-    budget = PrivacyBudget(0.7, 1e-5, relation)
-    privacy = run(budget=budget).privacy
-    assert 0.69 < privacy.epsilon <= 0.7
-    assert (privacy.relation, privacy.delta) == (relation, 1e-5)
-    assert privacy.num_steps == 21  # the size, the scales, seven stages and up to twelve more
-    assert "rows" in str(privacy)
-
-
-@pytest.mark.extended
-def test_replacing_needs_twice_the_noise():
-    found = [run(budget=PrivacyBudget(1.0, 1e-5, relation)).privacy.noise_multiplier
-             for relation in ("add_or_remove_one", "replace_one")]  # fmt: skip
-    assert found[1] == pytest.approx(2 * found[0], rel=0.02)
-
-
-@pytest.mark.extended
-def test_a_budget_that_is_spent():
-    first = first_run().privacy
-    left = PrivacyBudget(1.5, 1e-5).after(first)
-    second = run(budget=left).privacy
-    assert 1.45 < second.epsilon <= 1.5
+def test_the_budget_is_spent_and_no_more():
+    """With either relation, of which one needs twice the noise, and after an earlier run."""
+    spent = []
+    for relation in ("add_or_remove_one", "replace_one"):
+        privacy = run(budget=PrivacyBudget(0.7, 1e-5, relation)).privacy
+        assert 0.69 < privacy.epsilon <= 0.7
+        assert (privacy.relation, privacy.delta) == (relation, 1e-5)
+        assert privacy.num_steps == 21  # the size, the scales, seven stages and up to twelve more
+        assert "rows" in str(privacy)
+        spent.append(privacy)
+    assert spent[1].noise_multiplier == pytest.approx(2 * spent[0].noise_multiplier, rel=0.02)
+    second = run(budget=PrivacyBudget(1.2, 1e-5).after(spent[0])).privacy
+    assert 1.15 < second.epsilon <= 1.2
     with pytest.raises(BudgetError):
-        run(budget=PrivacyBudget(0.9, 1e-5).after(first))
+        run(budget=PrivacyBudget(0.6, 1e-5).after(spent[0]))
 
 
 @pytest.mark.full
@@ -145,16 +132,12 @@ def test_a_secret_key_repeats_a_run_where_that_was_asked_for():
     again = repeated(logistic, records(), 11)
     np.testing.assert_array_equal(draws(posterior), draws(again))
     assert again.privacy.repetition
-    other = run()
-    assert np.abs(draws(posterior).mean(0) - draws(other).mean(0)).max() > 1e-4
-    assert not other.privacy.reproducible
-
-
-@pytest.mark.full
-def test_the_same_driver_runs_twice_with_new_noise():
     laplace = DPLaplace(logistic, budget=BUDGET)
-    one, other = (draws(laplace.run(KEY, *records())).mean(0) for _ in range(2))
-    assert np.abs(one - other).max() > 1e-4
+    one, other = (laplace.run(KEY, *records()) for _ in range(2))  # with new noise
+    means = [draws(each).mean(0) for each in (posterior, one, other)]
+    for first, second in itertools.combinations(means, 2):
+        assert np.abs(first - second).max() > 1e-4
+    assert not other.privacy.reproducible
 
 
 def exact(x, y, prior_sd=1.0):
@@ -177,64 +160,18 @@ def test_with_a_large_budget_it_is_the_posterior():
     assert np.abs(gap).max() < 0.15
 
 
-@pytest.mark.extended
-def test_with_a_budget_of_nothing_it_is_the_prior():
-    means, widths = [], []
-    for seed in range(6):
-        found = draws(run(budget=PrivacyBudget(1e-3, 1e-5), key=jax.random.key(seed)), number=20000)
-        means.append(found.mean(0))
-        widths.append(found.std(0))
-    assert np.mean(widths) > 0.97
-    assert np.max(widths) < 1 + 4 / np.sqrt(2 * 20000)
-    assert np.sqrt(np.mean(np.square(means))) <= 0.2
-
-
-@pytest.mark.extended
-def test_intervals_hold_the_noise_of_privacy():
-    """Standardised errors over runs with fresh noise and fresh records."""
-    errors = []
-    for seed in range(12):
-        rng = np.random.default_rng(seed)
-        w = rng.normal(size=D)
-        x = records()[0][:1000]
-        y = (rng.random(1000) < 1 / (1 + np.exp(-np.asarray(x) @ w))).astype(np.int32)
-        found = draws(run(args=(x, jnp.asarray(y)), key=jax.random.key(seed)))
-        errors.append((found.mean(0) - w) / found.std(0))
-    inside = np.mean(np.abs(errors) < 1.6449)
-    assert inside > 0.9 - 4 * np.sqrt(0.09 / 36)
-    assert 0.6 < np.sqrt(np.mean(np.square(errors))) < 1.5
-
-
-@pytest.mark.extended
-def test_a_hierarchy_is_sampled_under_its_own_prior():
-    rng = np.random.default_rng(4)
-    group = jnp.asarray(rng.integers(0, 6, 3000))
-    effect = np.array([1.0, -1.0, 0.5, -0.5, 0.2, 0.0])
-    y = jnp.asarray(effect[group] + rng.normal(size=3000), jnp.float32)
-    posterior = run(intercepts, (group, y), budget=PrivacyBudget(3.0, 1e-5))
-    scale, found = draws(posterior, "scale"), draws(posterior, "effect")
-    assert scale.min() > 0
-    assert 0.3 < np.median(scale) < 1.3
-    assert np.all(np.abs(found.mean(0) - effect) < 4 * found.std(0))
-    assert found.std(0).max() < 0.5
-
-
-@pytest.mark.extended
+@pytest.mark.full
 @pytest.mark.parametrize("model", [logistic, counts], ids=["logistic", "counts"])
-def test_microbatches_change_the_rounding_alone(model):
-    args = records() if model is logistic else outcome_counts()
-    found = [draws(repeated(model, args, 8, microbatch_size=size)) for size in (None, 37, 300)]
-    width = found[0].std(0)
-    for other in found[1:]:
-        assert np.abs((other - found[0]) / width).max() < 0.02
-
-
-@pytest.mark.extended
-def test_an_outcome_that_is_simulated():
-    found = draws(run(counts, outcome_counts(), budget=PrivacyBudget(100.0, 1e-5)))
-    error = found.mean(0) - np.array([0.3, -0.3, 0.0])
-    assert np.all(np.abs(error) < 5 * found.std(0))
-    assert found.std(0).max() < 0.08
+def test_microbatches_and_streams_change_the_rounding_alone(model, monkeypatch):
+    args = records(1003) if model is logistic else outcome_counts(1003)
+    known = draws(repeated(model, args, 5))
+    for size in (37, 300):
+        found = draws(repeated(model, args, 5, microbatch_size=size))
+        assert np.abs((found - known) / known.std(0)).max() < 0.02
+    monkeypatch.setattr(loop, "_BYTES", 400 * 16)  # parts of 400, 400 and 203 records
+    laplace = DPLaplace(model, **grouped(budget=BUDGET, secret_key=5, repetition=True))
+    found = draws(laplace.run(KEY, *map(np.asarray, args), stream=True))
+    np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.extended
@@ -248,16 +185,6 @@ def test_scales_are_noted_and_change_the_first_guess_alone():
     assert np.isfinite(far).all()
     assert abs(far.mean(0)[0] - 1) < 5 * far.std(0)[0]
     assert far.std(0)[2] > 0.8  # a column of .01 says nothing
-
-
-@pytest.mark.full
-def test_one_record_of_nan_and_outcomes_outside_the_support_change_little():
-    """They count as nothing; the same noise shows it."""
-    x, y = records()
-    bad = x.at[5].set(jnp.nan), y.at[9].set(7)
-    one, other = (draws(repeated(logistic, args, 11)) for args in ((x, y), bad))
-    assert np.isfinite(other).all()
-    assert np.abs((one.mean(0) - other.mean(0)) / one.std(0)).max() < 0.3
 
 
 @pytest.mark.extended
@@ -283,26 +210,10 @@ def test_fit_takes_it_where_it_can_and_says_why_not():
     assert posterior.method.startswith("DPLaplace")
     assert posterior.privacy.epsilon <= 1
 
-    def improper(x, y):
-        support = dist.constraints.real_vector
-        w = numpyro.sample("w", dist.ImproperUniform(support, (), (D,)))
-        with numpyro.plate("rows", x.shape[0]):
-            numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
-
+    prior = dist.ImproperUniform(dist.constraints.real_vector, (), (D,))
+    improper = given(lambda x, w: dist.Bernoulli(logits=x @ w), w=prior)
     notes = fit(improper, x, y, epsilon=1.0, rng_key=KEY).notes
     assert any("not take this model: A prior of this model has no sampler" in n for n in notes)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("model", [logistic, counts], ids=["logistic", "counts"])
-def test_a_streamed_run_is_the_run(model, monkeypatch):
-    args = records(1003) if model is logistic else outcome_counts(1003)
-    host = [np.asarray(a) for a in args]
-    known = draws(repeated(model, args, 5))
-    monkeypatch.setattr(loop, "_BYTES", 400 * 16)  # parts of 400, 400 and 203 records
-    laplace = DPLaplace(model, **grouped(budget=BUDGET, secret_key=5, repetition=True))
-    found = draws(laplace.run(KEY, *host, stream=True))
-    np.testing.assert_allclose(found, known, rtol=1e-5, atol=1e-6)
 
 
 def two_memberships(first, second, y):
@@ -311,10 +222,20 @@ def two_memberships(first, second, y):
         numpyro.sample("y", dist.Normal(effect[first] + effect[second], 1.0), obs=y)
 
 
-def test_pairs_stay_if_a_record_sees_two_effects_of_a_site(monkeypatch):
-    for module in (pattern, guess):
-        monkeypatch.setattr(module, "MOST_DENSE", 4)
-    monkeypatch.setattr(pattern, "_LARGE", 6)
+@pytest.fixture
+def few_are_dense(monkeypatch):
+    """As if four latents were many."""
+
+    def lower():
+        for module in (pattern, guess):
+            monkeypatch.setattr(module, "MOST_DENSE", 4)
+        monkeypatch.setattr(pattern, "_LARGE", 6)
+
+    return lower
+
+
+def test_pairs_stay_if_a_record_sees_two_effects_of_a_site(few_are_dense):
+    few_are_dense()
     first = jnp.arange(600, dtype=jnp.int32) % 6
     with pytest.raises(UnsupportedModelError, match="4 latents"):
         run(two_memberships, (first, first[::-1], jnp.zeros(600)))
@@ -332,9 +253,7 @@ def test_other_priors_do_not_follow_an_uncertain_step(monkeypatch):
         return posterior(self, precision, linear, rng_key)
 
     monkeypatch.setattr(ModelPrior, "posterior", spy)
-    group = np.arange(3000) % 6
-    y = jnp.asarray(np.linspace(-2, 2, 6)[group], jnp.float32)
-    run(intercepts, (jnp.asarray(group), y), budget=PrivacyBudget(0.3, 1e-5))
+    run(intercepts, apart(), budget=PrivacyBudget(0.3, 1e-5))
     ((precision, linear),) = seen
     values, vectors = np.linalg.eigh(precision)
     assert np.all(np.abs(vectors.T @ linear) < 10 * (np.sqrt(np.abs(values)) + values))
@@ -344,10 +263,8 @@ def test_other_priors_do_not_follow_an_uncertain_step(monkeypatch):
 def test_without_information_a_hierarchy_is_drawn_from_its_prior(monkeypatch):
     """NUTS would sample the funnel of scale and effects badly."""
     monkeypatch.delattr(ModelPrior, "_sampled")
-    group = np.arange(3000) % 6
-    y = jnp.asarray(np.linspace(-2, 2, 6)[group], jnp.float32)
     # At epsilon .001, the noise of privacy moves a mean by more than .1 in every fourth run.
-    found = run(intercepts, (jnp.asarray(group), y), budget=PrivacyBudget(1e-5, 1e-7))
+    found = run(intercepts, apart(), budget=PrivacyBudget(1e-5, 1e-7))
     scale = np.abs(np.random.default_rng(0).normal(size=100_000))
     sample = draws(found, "scale"), draws(found, "effect")
     expected = (
@@ -368,35 +285,37 @@ def test_double_precision_adds_no_public_array():
 
 
 @pytest.mark.extended
-def test_pairs_of_group_effects_can_be_left_out(monkeypatch):
+def test_a_hierarchy_is_sampled_under_its_own_prior_and_pairs_of_effects_can_be_left_out(
+    few_are_dense,
+):
     rng = np.random.default_rng(4)
-    group = rng.integers(0, 6, size=4000).astype(np.int32)
-    y = (rng.normal(size=6)[group] + rng.normal(size=4000)).astype(np.float32)
-    known = draws(run(intercepts, (group, y)), "effect")
-    for module in (pattern, guess):
-        monkeypatch.setattr(module, "MOST_DENSE", 4)
-    monkeypatch.setattr(pattern, "_LARGE", 6)
+    group = rng.integers(0, 6, 4000).astype(np.int32)
+    effect = np.array([1.0, -1.0, 0.5, -0.5, 0.2, 0.0])
+    y = (effect[group] + rng.normal(size=4000)).astype(np.float32)
+    posterior = run(intercepts, (group, y))
+    scale, known = draws(posterior, "scale"), draws(posterior, "effect")
+    assert scale.min() > 0
+    assert 0.3 < np.median(scale) < 1.3
+    assert known.std(0).max() < 0.5
+    few_are_dense()
     found = draws(run(intercepts, (group, y)), "effect")
     sd = np.sqrt(known.var(0) + found.var(0))
     assert np.all(np.abs(found.mean(0) - known.mean(0)) < 4 * sd)
     np.testing.assert_allclose(found.std(0), known.std(0), rtol=0.5)
-    assert np.all(np.abs(found.mean(0) - [y[group == g].mean() for g in range(6)]) < 4 * sd)
+    for each in (known, found):
+        assert np.all(np.abs(each.mean(0) - effect) < 4 * each.std(0))
 
 
 @pytest.mark.full
 def test_a_scale_far_from_its_prior_is_reached_by_more_stages():
     """Each stage moves the log of a scale by half at most, and the sum of their shares is 1."""
-    rng = np.random.default_rng(5)
-    x = rng.normal(size=(4000, 4)).astype(np.float32)
-    w = np.array([0.5, -1.0, 0.2, 0.7])
     for spread, more in ((0.03, True), (0.7, False)):
-        y = (x @ w + spread * rng.normal(size=4000)).astype(np.float32)
-        posterior = repeated(linear, (x, y), 7)
+        posterior = repeated(linear, normal_outcomes(5, 4000, FOUR, spread), 7)
         releases = int(posterior.method.split()[1])  # DPLaplace, 9 releases of 4000 records
         assert (releases > 11) == more
         assert posterior.privacy.epsilon == pytest.approx(1.0, rel=0.01)
         found = posterior.summary()
-        for name, true in (("w", w), ("s", spread)):
+        for name, true in (("w", FOUR), ("s", spread)):
             assert np.all(np.abs(found[name]["mean"] - true) < 4 * found[name]["sd"])
         assert found["s"]["mean"] == pytest.approx(spread, rel=0.25)
         assert "arrival" not in [finding.name for finding in posterior.diagnose().bad]
@@ -408,7 +327,7 @@ def test_sixty_columns_are_within_their_intervals():
     rng = np.random.default_rng(6)
     x = rng.normal(size=(10_000, 60)).astype(np.float32)
     w = np.r_[1, -1, 0.7, 0.5, np.zeros(56)]
-    y = (rng.random(10_000) < 1 / (1 + np.exp(-x @ w))).astype(int)
+    y = yes_or_no(rng, x @ w)
     held = []
     for key in (8, 9, 10):
         posterior = repeated(logistic, (x, y), key)
@@ -428,7 +347,7 @@ def test_rows_far_out_in_one_column_keep_their_weight():
     x[:, 0], heavy = 1, rng.random(4000) < 0.06
     x[:, 1] = np.where(heavy, rng.uniform(3, 8, 4000), 0)
     w = np.r_[-1.4, 0, 0.3 * rng.normal(size=6)]
-    y = (rng.random(4000) < 1 / (1 + np.exp(-x @ w - 1.8 * heavy))).astype(int)
+    y = yes_or_no(rng, x @ w + 1.8 * heavy)
     mode, covariance = exact(x, y)
     found = []
     for secret in range(2):
@@ -444,16 +363,18 @@ def test_rows_far_out_in_one_column_keep_their_weight():
     (dist.Normal(0, 10), 0.7), (dist.Normal(0, 100), 0.7), (dist.Cauchy(0, 2.5), 0.7),
     (dist.Normal(0, 10), 0.005),
 ])  # fmt: skip
-@pytest.mark.parametrize("counts", [False, True])
-def test_a_wide_prior_is_no_obstacle_or_it_is_named(prior, epsilon, counts):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_wide_prior_is_no_obstacle_or_it_is_named(prior, epsilon, family):
     rng = np.random.default_rng(7)
     x = rng.normal(size=(4000, 6)).astype(np.float32)
     w = 0.4 * rng.normal(size=6)
-    y = rng.poisson(np.exp(x @ w)) if counts else rng.random(4000) < 1 / (1 + np.exp(-x @ w))
-    model = glm((lambda eta: dist.Poisson(jnp.exp(eta))) if counts else logits, prior)
+    y = rng.poisson(np.exp(x @ w)) if family == "counts" else yes_or_no(rng, x @ w)
+    args = x, y.astype(np.int32)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        posterior = repeated(model, (x, y.astype(int)), 9, budget=PrivacyBudget(epsilon, 1e-5))
+        posterior = repeated(
+            glm(FAMILIES[family], prior), args, 9, budget=PrivacyBudget(epsilon, 1e-5)
+        )
     if epsilon < 0.01:
         assert any("standard deviation of 10" in str(each.message) for each in caught)
         return
@@ -471,13 +392,9 @@ def test_a_scale_far_from_its_prior_has_intervals_that_are_narrow_and_hold(model
 
     Under textbook priors, draws have residuals far from those at their mean.
     """
-    rng = np.random.default_rng(6)
-    x = rng.normal(size=(4000, 4)).astype(np.float32)
-    w = np.array([0.5, -1.0, 0.2, 0.7])
-    y = (x @ w + scale * rng.normal(size=4000)).astype(np.float32)
-    found = repeated(model, (x, y), key).summary()
+    found = repeated(model, normal_outcomes(6, 4000, FOUR, scale), key).summary()
     own = scale / np.sqrt(4000)  # without privacy
-    for name, true in (("a", 0), ("w", w), ("s", scale)):
+    for name, true in (("a", 0), ("w", FOUR), ("s", scale)):
         if name in found:
             assert np.all(np.abs(found[name]["mean"] - true) < 4 * found[name]["sd"])
             assert np.all(found[name]["sd"] < 3 * own)
@@ -488,13 +405,9 @@ def test_a_scale_far_from_its_prior_has_intervals_that_are_narrow_and_hold(model
 def test_a_mean_far_from_its_prior_is_found_with_few_latents(key):
     """In two dimensions a release tells little of the spread of a curvature around its guess."""
 
-    def model(x, y=None):
-        mean, s = numpyro.sample("m", dist.Normal(0, 100)), numpyro.sample("s", dist.HalfNormal(20))
-        with numpyro.plate("people", len(x)):
-            numpyro.sample("y", dist.Normal(mean, s), obs=y)
-
+    model = of(lambda m, s: dist.Normal(m, s), m=dist.Normal(0, 100), s=dist.HalfNormal(20))
     y = (52 + 8 * np.random.default_rng(0).normal(size=500)).astype(np.float32)
-    found = repeated(model, (y, y), key, budget=PrivacyBudget(1.5, 1e-5)).summary()
+    found = repeated(model, (y,), key, budget=PrivacyBudget(1.5, 1e-5)).summary()
     assert abs(found["m"]["mean"] - 52) < 4 * found["m"]["sd"] < 4
 
 
@@ -502,11 +415,8 @@ def test_a_mean_far_from_its_prior_is_found_with_few_latents(key):
 @pytest.mark.filterwarnings("ignore::numpyro_dp.posterior.PosteriorWarning")
 def test_a_scale_that_first_grows_and_then_falls_is_followed():
     """Residuals of a prior of 30 weights are five times those of the truth, and tell nothing."""
-    rng = np.random.default_rng(8)
-    x = rng.normal(size=(6000, 30)).astype(np.float32)
-    w = 0.3 * rng.normal(size=30)
-    y = (x @ w + 0.5 * rng.normal(size=6000)).astype(np.float32)
-    found = repeated(linear, (x, y), 8).summary()
+    w = 0.3 * np.random.default_rng(8).normal(size=30)
+    found = repeated(linear, normal_outcomes(9, 6000, w, 0.5), 8).summary()
     own = 0.5 / np.sqrt(6000)  # without privacy
     assert np.sqrt(np.mean((found["w"]["mean"] - w) ** 2)) < 2 * own
     assert np.all(found["w"]["sd"] < 2.5 * own)

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 import numpyro.distributions as dist
 from hostile_models import problem_of
+from models import given, slopes
 
 from numpyro_dp.laplace.guess import first_guess
 from numpyro_dp.posterior.prior import read_prior
@@ -14,17 +14,9 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(400, 5)).astype(np.float32)
 
 
-def linear(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([5]).to_event(1))
-    s = numpyro.sample("a", dist.HalfNormal(1.0))  # the first of the latents
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w, s), obs=y)
-
-
-def wide(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 30).expand([5]).to_event(1))
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", dist.Poisson(jnp.exp(x @ w)), obs=y)
+# The scale "a" is the first of the latents.
+linear = given(lambda x, w, a: dist.Normal(x @ w, a), w=slopes(), a=dist.HalfNormal(1.0))
+wide = given(lambda x, w: dist.Poisson(jnp.exp(x @ w)), w=slopes(30))
 
 
 def guessed(model, y):

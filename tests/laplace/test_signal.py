@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 import numpyro.distributions as dist
 import pytest
 from hostile_models import (
@@ -19,6 +18,7 @@ from hostile_models import (
     signals,
     with_numbers,
 )
+from models import given
 
 from numpyro_dp.laplace.schedule import LOSS_BOUND, Kind, believed_size, bounds
 from numpyro_dp.laplace.signal import symmetric
@@ -60,11 +60,6 @@ def at_one_point(problem, rng, **options):
     size = problem.outcomes.size
     mean, whitening = 0.3 * rng.normal(size=size), np.eye(size) + 0.3 * rooted(rng, size, 0.1)
     return request_of(size, mean=mean, whitening=whitening, **options), mean, whitening
-
-
-def clipping(request, share):
-    """The request with clips at which about half or none of the records are clipped."""
-    return request._replace(clips=jnp.asarray(share, jnp.float32))
 
 
 def score_of(found, request):
@@ -161,21 +156,19 @@ def test_bernoulli_in_closed_form():
         weight = np.minimum(1, weight)
         score = (weight * (y - p))[:, None] * rows
         curvature = (weight * p * (1 - p))[:, None, None] * rows[:, :, None] * rows[:, None, :]
-        power = weight**2 * p * (1 - p) * norm**2 / clips[0] ** 2
         np.testing.assert_allclose(score_of(found, request), score, atol=2e-5 * np.abs(score).max())
         scale = np.abs(curvature).max()
         np.testing.assert_allclose(curvature_of(found, request), curvature, atol=2e-5 * scale)
-        sent = np.asarray(found["power"]) / float(request.weights[2])
-        np.testing.assert_allclose(sent, power, rtol=1e-4, atol=1e-7)
         chance = np.where(y > 0, p, 1 - p)
         own, other = (np.minimum(weight * gap * norm, 0.2) for gap in (1 - chance, chance))
-        excess = (1 - chance) * (own**2 - other**2) / 0.2**2
-        sent = np.asarray(found["excess"]) / float(request.weights[3])
-        np.testing.assert_allclose(sent, excess, rtol=1e-4, atol=1e-6)
         loss = ((1 - weight) * p * (1 - p))[:, None] * rows**2 / (LOSS_BOUND * clips[1])
-        loss /= np.maximum(1, np.linalg.norm(loss, axis=1, keepdims=True))
-        sent = np.asarray(found["loss"]) / float(request.weights[4])
-        np.testing.assert_allclose(sent, loss, rtol=1e-4, atol=1e-6)
+        for at, entry, expected, atol in (
+            (2, "power", weight**2 * p * (1 - p) * norm**2 / clips[0] ** 2, 1e-7),
+            (3, "excess", (1 - chance) * (own**2 - other**2) / 0.2**2, 1e-6),
+            (4, "loss", loss / np.maximum(1, np.linalg.norm(loss, axis=1, keepdims=True)), 1e-6),
+        ):
+            sent = np.asarray(found[entry]) / float(request.weights[at])
+            np.testing.assert_allclose(sent, expected, rtol=1e-4, atol=atol)
 
 
 def simulated_copies(name, number, seed, pairs, clips):
@@ -277,10 +270,7 @@ class _Paired(dist.Distribution):
         return along - self.eta.sum(-1) ** 2 / 2
 
 
-def _paired(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([3, 2]).to_event(2))
-    with numpyro.plate("rows", x.shape[0]):
-        numpyro.sample("y", _Paired(jnp.einsum("nk,kj->nj", x, w)), obs=y)
+_paired = given(lambda x, w: _Paired(x @ w), w=dist.Normal(0, 1).expand([3, 2]).to_event(2))
 
 
 def test_scores_of_other_outcomes_where_the_record_s_own_is_in_the_affine_part():

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro
 import numpyro.distributions as dist
 import pytest
+from models import given, slopes
 
 from numpyro_dp import DPLaplace, Privacy, PrivacyBudget
 from numpyro_dp.laplace.tail import SIZES, Tail, sizes
@@ -13,33 +13,16 @@ from numpyro_dp.laplace.tail import SIZES, Tail, sizes
 N = 3000
 
 
-def linear(x, y=None):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-    s = numpyro.sample("s", dist.HalfNormal(1.0))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w, s), obs=y)
+linear = given(lambda x, w, s: dist.Normal(x @ w, s), w=slopes(), s=dist.HalfNormal(1.0))
+counts = given(lambda x, w: dist.Poisson(jnp.exp(0.5 + x @ w)), w=slopes(0.5))
 
 
-def counts(x, y=None):
-    w = numpyro.sample("w", dist.Normal(0, 0.5).expand([3]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Poisson(jnp.exp(0.5 + x @ w)), obs=y)
+def line(x):
+    return x @ [0.5, -0.5, 0.2]
 
 
-def normal(x, rng):
-    return x @ [0.5, -0.5, 0.2] + rng.standard_normal(N)
-
-
-def student(x, rng):
-    return x @ [0.5, -0.5, 0.2] + rng.standard_t(3, N) / np.sqrt(3)
-
-
-def poisson(x, rng):
-    return rng.poisson(np.exp(0.5 + x @ [0.2, -0.2, 0.1]))
-
-
-def negative_binomial(x, rng):
-    return rng.poisson(np.exp(0.5 + x @ [0.2, -0.2, 0.1]) * rng.gamma(1, 1, N))
+def rate(x):
+    return np.exp(0.5 + x @ [0.2, -0.2, 0.1])
 
 
 def fitted(model, outcome, number):
@@ -154,9 +137,11 @@ def test_two_tails_count_by_their_precision():
 @pytest.mark.full
 @pytest.mark.table
 @pytest.mark.parametrize(("model", "outcome", "wrong"), [
-    (linear, student, True), (linear, normal, False),
-    (counts, negative_binomial, True), (counts, poisson, False),
-])  # fmt: skip
+    (linear, lambda x, rng: line(x) + rng.standard_t(3, N) / np.sqrt(3), True),
+    (linear, lambda x, rng: line(x) + rng.standard_normal(N), False),
+    (counts, lambda x, rng: rng.poisson(rate(x) * rng.gamma(1, 1, N)), True),
+    (counts, lambda x, rng: rng.poisson(rate(x)), False),
+], ids=["Student", "normal", "negative binomial", "Poisson"])  # fmt: skip
 def test_a_wrong_distribution_is_told_and_a_right_one_is_not(model, outcome, wrong):
     found = [fitted(model, outcome, number).diagnose() for number in (1, 2)]
     told = ["misfit" in [each.name for each in one.findings] for one in found]

@@ -23,13 +23,14 @@ X[:, 0] = 1
 FIRST, SECOND = (RNG.integers(TEAMS, size=N).astype(np.int32) for _ in range(2))
 
 
-def normal(name, size):
-    return numpyro.sample(name, dist.Normal(0, 1).expand([size]).to_event(1))
+def normal(name, *shape):
+    return numpyro.sample(name, dist.Normal(0, 1).expand(shape).to_event(len(shape)))
 
 
 def outcome(logits, y):
     with numpyro.plate("rows", len(logits)):
-        numpyro.sample("y", dist.Bernoulli(logits=logits), obs=y)
+        family = dist.Categorical if jnp.ndim(logits) > 1 else dist.Bernoulli
+        numpyro.sample("y", family(logits=logits), obs=y)
 
 
 def games(first, second, y):
@@ -38,8 +39,7 @@ def games(first, second, y):
 
 
 def intercept(group, other, y):
-    level = numpyro.sample("level", dist.Normal(0, 1))
-    outcome(level + normal("a", TEAMS)[group] + normal("b", TEAMS)[other], y)
+    outcome(normal("level") + normal("a", TEAMS)[group] + normal("b", TEAMS)[other], y)
 
 
 def column(x, group, y):
@@ -51,9 +51,7 @@ def slopes(x, y):
 
 
 def classes(x, y):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([2, 3]).to_event(2))
-    with numpyro.plate("rows", len(x)):
-        numpyro.sample("y", dist.Categorical(logits=x @ w), obs=y)
+    outcome(x @ normal("w", 2, 3), y)
 
 
 @pytest.mark.parametrize(
@@ -105,9 +103,8 @@ def test_released_curvatures_decide_about_a_direction():
 
 
 def test_a_direction_counts_as_unseen_until_released_curvatures_say_otherwise():
-    stages = SimpleNamespace(
-        _unseen=(np.eye(4)[:1], np.eye(4)[1:2]), _evidence=np.zeros(2), whitening=np.eye(4)
-    )
+    ways = np.eye(4)[:1], np.eye(4)[1:2]
+    stages = SimpleNamespace(_unseen=ways, _evidence=np.zeros(2), whitening=np.eye(4))
     # With this noise, a stage has log odds of -1.2 for the second direction.
     for count in (2, 2, 1):
         kept = Run._without_scores(stages, np.diag([0.0, 1, 1, 1]), 0.5)

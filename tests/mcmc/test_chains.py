@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -29,18 +30,16 @@ def positions(x, **options):
     """Positions of all chains, which start at the same place: (chains, steps + 1, DIM)."""
     mcmc = dpmcmc(num_warmup=0, num_samples=STEPS, num_chains=CHAINS, clip_norm=2.0,
                   data_plate="records", **options)  # fmt: skip
-    start = jnp.zeros(DIM)
-    mcmc.run(jax.random.key(0), jnp.asarray(x), init_params={"w": start})
+    mcmc.run(jax.random.key(0), jnp.asarray(x), init_params={"w": jnp.zeros(DIM)})
     found = np.asarray(mcmc.get_samples(group_by_chain=True)["w"], np.float64)
     return np.concatenate([np.zeros((CHAINS, 1, DIM)), found], axis=1)
 
 
-def check_unrelated(one, other):
+def check_unrelated(chains):
     """No correlation between two series of the same shape, at most two steps apart."""
-    for lag in (0, 1, 2):
-        for a, b in ((one, other), (other, one)):
-            early, late = a[: len(a) - lag].ravel(), b[lag:].ravel()
-            assert abs(np.corrcoef(early, late)[0, 1]) * np.sqrt(early.size) < SIGMA
+    for (one, other), lag in itertools.product(itertools.permutations(chains, 2), (0, 1, 2)):
+        early, late = one[: len(one) - lag].ravel(), other[lag:].ravel()
+        assert abs(np.corrcoef(early, late)[0, 1]) * np.sqrt(early.size) < SIGMA
 
 
 @pytest.mark.full
@@ -54,9 +53,7 @@ def test_each_chain_has_noise_of_its_own():
     noise = ((after - before) / step + before) / scale
     for chain in noise:
         assert abs(np.mean(chain**2) - 1) < SIGMA * np.sqrt(2 / chain.size)
-    for one in range(CHAINS):
-        for other in range(one):
-            check_unrelated(noise[one], noise[other])
+    check_unrelated(noise)
 
 
 @pytest.mark.full
@@ -74,9 +71,7 @@ def test_each_chain_has_batches_of_its_own():
     assert set(np.unique(taken)) == {0, 1}
     for chain in taken:
         assert abs(chain.mean() - rate) < SIGMA * np.sqrt(rate * (1 - rate) / chain.size)
-    for one in range(CHAINS):
-        for other in range(one):
-            check_unrelated(taken[one], taken[other])
+    check_unrelated(taken)
 
 
 @pytest.mark.parametrize("kernel", [SGLD, PreconditionedSGLD, SGHMC])

@@ -13,15 +13,16 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
+from flat import dpmcmc, dpsvi
 from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_dp import DPMCMC, DPSVI, SGLD, Privacy, PrivacyBudget
-from numpyro_dp.estimators import aligned
+from numpyro_dp import SGLD, PrivacyBudget
 from numpyro_dp.posterior import posterior_samples, to_arviz
 from numpyro_dp.samplers import Poisson
 
 SECRET = 77.125
+COMMON = {"sampler": Poisson(0.2), "budget": PrivacyBudget(1.0, 1e-3)}
 X = np.random.default_rng(0).normal(size=(50, 2)).astype(np.float32)
 Y = np.full(50, SECRET, np.float32)
 
@@ -37,9 +38,9 @@ def model(x, y=None):
 def made():
     """A run, its draws and their predictions."""
     guide = AutoNormal(model)
-    svi = DPSVI(model, guide, optax.adam(0.05), estimator=aligned(), clip_norm=1.0,
-                sampler=Poisson(0.2), budget=PrivacyBudget(1.0, 1e-3))  # fmt: skip
-    result = svi.run(jax.random.key(0), 20, X, Y, progress_bar=False)
+    result = dpsvi(model, guide, optax.adam(0.05), **COMMON).run(
+        jax.random.key(0), 20, X, Y, progress_bar=False
+    )
     draws = posterior_samples(jax.random.key(1), guide, result.params, 100)
     predicted = Predictive(model, posterior_samples=draws)(jax.random.key(2), X[:3])
     return result, draws, predicted
@@ -52,31 +53,32 @@ def names(tree):
     return {name.strip("/") for name in found} - {""}
 
 
-@pytest.mark.extended
-def test_draws_are_one_chain(made):
+@pytest.mark.full
+def test_draws_are_one_chain_and_no_record_is_there(made):
     result, draws, predicted = made
-    tree = to_arviz(draws, result.privacy, posterior_predictive=predicted)
+    assert names(to_arviz(draws, result.privacy)) == {"posterior"}
+    tree = to_arviz(
+        draws, result.privacy, posterior_predictive=predicted, coords={"column": ["a", "b"]},
+        dims={"net.w": ["column"]},
+    )  # fmt: skip
+    assert names(tree) == {"posterior", "posterior_predictive"}
     posterior = tree["posterior"]
     assert set(posterior.data_vars) == {"net.w", "scale"}
     assert posterior["net.w"].dims[:2] == ("chain", "draw")
+    assert posterior["net.w"].sel(column="b").shape == (1, 100)
     np.testing.assert_array_equal(posterior["net.w"].values, np.asarray(draws["net/w"])[None])
     np.testing.assert_array_equal(
         tree["posterior_predictive"]["y"].values, np.asarray(predicted["y"])[None]
     )
     assert arviz.summary(tree)["mean"].shape == (3,)
-
-
-@pytest.mark.full
-def test_no_record_is_there_unless_asked_for(made):
-    result, draws, predicted = made
-    assert names(to_arviz(draws, result.privacy)) == {"posterior"}
-    tree = to_arviz(draws, result.privacy, posterior_predictive=predicted)
-    assert names(tree) == {"posterior", "posterior_predictive"}
     assert "sensitive" not in tree.attrs
     assert str(SECRET) not in repr(tree.attrs) + str(tree)
     for group in names(tree):
         for value in tree[group].data_vars.values():
             assert not (value.values == SECRET).any()
+    few = {name: value[:7] for name, value in predicted.items()}
+    tree = to_arviz(draws, result.privacy, posterior_predictive=few)
+    assert tree["posterior_predictive"]["y"].shape == (1, 7, 3)
 
 
 @pytest.mark.full
@@ -85,9 +87,8 @@ def test_records_are_marked(made):
     tree = to_arviz(draws, result.privacy, sensitive_observed_data={"y": Y})
     assert names(tree) == {"posterior", "observed_data"}
     assert tree["observed_data"]["y"].shape == (50,)
-    assert "never publish" in tree.attrs["sensitive"]
-    assert "never publish" in tree["posterior"].attrs["sensitive"]
-    assert "never publish" in tree["observed_data"].attrs["sensitive"]
+    for part in (tree, tree["posterior"], tree["observed_data"]):
+        assert "never publish" in part.attrs["sensitive"]
     assert "epsilon" not in tree["observed_data"].attrs
 
 
@@ -106,27 +107,9 @@ def test_attributes_say_what_was_spent(made):
         assert kinds == {str, int, float}  # what netCDF can hold
 
 
-def test_labels_of_coordinates(made):
-    result, draws, _ = made
-    tree = to_arviz(
-        draws, result.privacy, coords={"column": ["a", "b"]}, dims={"net.w": ["column"]}
-    )
-    assert tree["posterior"]["net.w"].sel(column="b").shape == (1, 100)
-
-
-def test_numbers_of_draws_may_differ(made):
-    result, draws, predicted = made
-    few = {name: value[:7] for name, value in predicted.items()}
-    tree = to_arviz(draws, result.privacy, posterior_predictive=few)
-    assert tree["posterior_predictive"]["y"].shape == (1, 7, 3)
-
-
 @pytest.mark.extended
 def test_chains_of_a_sampler():
-    mcmc = DPMCMC(
-        SGLD(model), num_warmup=5, num_samples=20, num_chains=2, clip_norm=1.0,
-        sampler=Poisson(0.2), budget=PrivacyBudget(1.0, 1e-3), progress_bar=False,
-    )  # fmt: skip
+    mcmc = dpmcmc(SGLD(model), num_warmup=5, num_samples=20, num_chains=2, **COMMON)
     mcmc.run(jax.random.key(0), X, Y)
     draws = mcmc.get_samples(group_by_chain=True)
     tree = to_arviz(draws, mcmc.privacy, group_by_chain=True)
@@ -159,19 +142,14 @@ def test_its_plots(made):
         assert predictive.get_xlabel() == "y"
 
 
-NEW = hasattr(arviz, "from_numpyro_svi")  # ArviZ 1.x
-
-
 @pytest.mark.full
 def test_the_ways_of_arviz_that_would_copy_records_do_not_work(made):
     """They need attributes that a driver leaves out."""
-    svi = DPSVI(model, AutoNormal(model), optax.adam(0.05), clip_norm=1.0, sampler=Poisson(0.2),
-                privacy=Privacy(noise_multiplier=1.0))  # fmt: skip
-    if NEW:
+    svi = dpsvi(model, AutoNormal, optax.adam(0.05), **COMMON)
+    if hasattr(arviz, "from_numpyro_svi"):  # ArviZ 1.x
         with pytest.raises(AttributeError, match="model"):
             arviz.from_numpyro_svi(svi, svi_result=made[0], model_args=(X, Y))
-    mcmc = DPMCMC(SGLD(model), num_warmup=2, num_samples=4, clip_norm=1.0, sampler=Poisson(0.2),
-                  budget=PrivacyBudget(1.0, 1e-3), progress_bar=False)  # fmt: skip
+    mcmc = dpmcmc(SGLD(model), num_warmup=2, num_samples=4, **COMMON)
     mcmc.run(jax.random.key(0), X, Y)
     with pytest.raises(AttributeError, match="DPMCMC"):
         arviz.from_numpyro(mcmc)

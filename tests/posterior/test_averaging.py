@@ -34,15 +34,6 @@ def test_standard_error_of_a_mean(phi):
     np.testing.assert_allclose(np.median(fit.times), (1 + phi) / (1 - phi), rtol=0.06)
 
 
-def test_raw_variances_would_be_wrong():
-    """Neither the variance of the iterates nor that over their number is that of the mean."""
-    values = ar1(1000, 4000, 0.9)
-    actual = values.mean(0).var()
-    assert fit_ar1(values).variance_of_mean.mean() / actual == pytest.approx(1, abs=0.1)
-    assert values.var(0).mean() / actual > 30
-    assert values.var(0).mean() / len(values) / actual < 0.1
-
-
 def test_intervals_cover():
     values = ar1(1000, 4000, 0.8)
     found = average(trace(values))
@@ -74,23 +65,20 @@ def test_unconverged_is_flagged():
     found = average(trace(climbing))
     assert not found.converged["x"].any()
     assert (found.window["x"] == 200).all()
-
-
-def test_slow_mixing_is_flagged():
-    """A window of few autocorrelation times cannot tell a drift from its noise."""
+    # A window of few autocorrelation times cannot tell a drift from its noise.
     assert average(trace(ar1(1000, 200, 0.98))).converged["x"].mean() < 0.1
+    diverged = np.full((100, 2), np.nan)
+    diverged[:, 1] = np.random.default_rng(0).normal(size=100)
+    np.testing.assert_array_equal(average(trace(diverged)).converged["x"], [False, True])
 
 
-def test_given_window_and_constant_coordinates():
+def test_given_windows_constant_coordinates_and_shapes():
     values = np.concatenate([ar1(300, 1, 0.0), np.full((300, 1), 2.0)], axis=1).astype(np.float32)
     found = average(trace(values), window=100)
     np.testing.assert_array_equal(found.window["x"], [100, 100])
     np.testing.assert_allclose(found.params["x"], values[-100:].mean(0), rtol=1e-5)
     assert found.dp_sd["x"][1] == 0 and found.converged["x"][1]
     assert found.params["x"].dtype == np.float32
-
-
-def test_shapes_stay():
     values = ar1(400, 6, 0.0).reshape(400, 2, 3)
     found = average(Trace(np.arange(400), {"m": values, "s": values[:, 0, 0]}))
     assert found.params["m"].shape == found.dp_sd["m"].shape == (2, 3)

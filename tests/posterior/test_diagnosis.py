@@ -9,11 +9,11 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from flat import grouped
-from models import given, logistic, slopes
+from flat import dpmcmc, dpsep, dpsvi
+from models import given, logistic, of, slopes
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoIAFNormal
 
-from numpyro_dp import DPMCMC, DPSEP, DPSVI, SGLD, DPLaplace, Privacy, PrivacyBudget
+from numpyro_dp import SGLD, DPLaplace, Privacy, PrivacyBudget
 from numpyro_dp.estimators import aligned
 from numpyro_dp.extend import Model, prior_of
 from numpyro_dp.mechanisms import AdaptiveClip
@@ -26,7 +26,6 @@ from numpyro_dp.posterior.diagnosis import (
     findings_of_shares,
 )
 from numpyro_dp.posterior.likelihood import Prior
-from numpyro_dp.samplers import FullBatch
 
 N, D = 2000, 2
 RNG = np.random.default_rng(0)
@@ -36,16 +35,9 @@ Y = (RNG.random(N) < 1 / (1 + np.exp(-X @ np.array([1.0, -1.0])))).astype(int)
 model = logistic()
 
 
-def run(*, steps=600, rate=0.02, epsilon=3.0, delta=1e-5, clip_norm=1.0, guide=AutoDiagonalNormal,
-        **others):  # fmt: skip
-    svi = DPSVI(
-        model,
-        guide(model),
-        optax.adam(rate),
-        **grouped(
-            clip_norm=clip_norm, sampler=FullBatch(), budget=PrivacyBudget(epsilon, delta), **others
-        ),
-    )
+def run(*, steps=600, rate=0.02, epsilon=3.0, delta=1e-5, guide=AutoDiagonalNormal, **others):
+    budget = PrivacyBudget(epsilon, delta)
+    svi = dpsvi(model, guide, optax.adam(rate), budget=budget, **{"estimator": None} | others)
     return svi.run(jax.random.key(0), steps, X, Y, progress_bar=False)
 
 
@@ -78,7 +70,7 @@ CASES = {
     "delta": {"delta": 1e-3},
     "clip norm": {"clip_norm": AdaptiveClip(100.0, learning_rate=0.5)},
     "values": {"rate": float("inf")},
-    "intervals": {"guide": AutoIAFNormal, "estimator": None},
+    "intervals": {"guide": AutoIAFNormal},
     "prior": {"epsilon": 0.01},
     "clipping": {"estimator": aligned()},
 }
@@ -88,12 +80,10 @@ CASES = {
 @pytest.mark.table
 @pytest.mark.parametrize("name", CASES)
 def test_bad_runs_are_found(name):
-    settings = {k: v for k, v in CASES[name].items() if v is not None}
+    result = run(**CASES[name])
     if name == "intervals":  # a flow is not normal, and its own draws leave out the noise
-        result = run(**settings)
         diagnosis = result.plain_posterior.diagnose()
     else:
-        result = run(**settings)
         with pytest.warns(PosteriorWarning, match="Do not believe this posterior yet"):
             diagnosis = result.posterior.diagnose()
     assert name in bad(diagnosis), diagnosis
@@ -110,12 +100,6 @@ def test_a_run_that_stopped_early_has_wide_intervals_that_hold_and_a_note():
     assert (np.abs(table["mean"] - np.array([1.0, -1.0])) < 1.645 * table["sd"]).all()
 
 
-def test_a_posterior_that_is_partly_prior_is_a_note():
-    (finding,) = findings_of_shares(np.array([0.1, 0.9]), True)
-    assert not finding.bad
-    assert "1 of 2 latents" in finding.text
-
-
 def test_points_that_move_far_and_posteriors_far_from_the_prior_are_bad():
     assert findings_of_path(0.5, 1.5, 0.3) == []
     assert findings_of_path(0.5, 3.0, 0.02) == []  # the likelihood is quadratic that far
@@ -124,37 +108,33 @@ def test_points_that_move_far_and_posteriors_far_from_the_prior_are_bad():
     prior = Prior(np.zeros(2), np.eye(2))
     assert findings_of_normal(np.ones(2), np.eye(2) / 9, prior) == []
     assert findings_of_normal(np.full(2, 5.0), np.eye(2) / 9, prior)[0].name == "conflict"
+    (finding,) = findings_of_shares(np.array([0.1, 0.9]), True)
+    assert not finding.bad  # a posterior that is partly prior is a note
+    assert "1 of 2 latents" in finding.text
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    ("family", "shared", "told"),
-    [(normal, False, set()), (diagonal_normal, False, {"independent"}),
-     (normal, True, {"independent"})],
-)  # fmt: skip
-def test_a_family_that_knows_no_correlation_is_told(family, shared, told):
-    sep = DPSEP(model, family, shared_precision=shared, clip_norm=1.0, sampler=FullBatch(),
+apart = of(
+    lambda mean: dist.Normal(mean, 1).to_event(1), mean=dist.Normal(0, 1).expand([2]).to_event(1)
+)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("model", "family", "shared", "told"), [
+    (apart, diagonal_normal, False, set()),  # records mix no latents
+    (model, normal, False, set()), (model, diagonal_normal, False, {"independent"}),
+    (model, normal, True, {"independent"}),
+])  # fmt: skip
+def test_a_family_that_knows_no_correlation_is_told(model, family, shared, told):
+    sep = dpsep(model, family, shared_precision=shared, clip_norm=5.0 if model is apart else 1.0,
                 budget=PrivacyBudget(3.0, 1e-5))  # fmt: skip
-    result = sep.run(jax.random.key(0), 10, X, Y, progress_bar=False)
+    args = (X,) if model is apart else (X, Y)
+    result = sep.run(jax.random.key(0), 10, *args, progress_bar=False)
     assert bad(result.diagnose()) == told
 
 
 @pytest.mark.full
-def test_a_family_may_know_no_correlation_if_records_mix_no_latents():
-    def apart(x):
-        mean = numpyro.sample("mean", dist.Normal(0, 1).expand([2]).to_event(1))
-        with numpyro.plate("records", x.shape[0]):
-            numpyro.sample("x", dist.Normal(mean, 1).to_event(1), obs=x)
-
-    sep = DPSEP(apart, diagonal_normal, clip_norm=5.0, sampler=FullBatch(),
-                budget=PrivacyBudget(3.0, 1e-5))  # fmt: skip
-    assert bad(sep.run(jax.random.key(0), 10, X, progress_bar=False).diagnose()) == set()
-
-
-@pytest.mark.full
 def test_chains_that_stand_still_are_found_and_are_the_prior():
-    mcmc = DPMCMC(SGLD(model), num_warmup=50, num_samples=200, clip_norm=1.0, sampler=FullBatch(),
-                  budget=PrivacyBudget(0.01, 1e-5), progress_bar=False)  # fmt: skip
+    mcmc = dpmcmc(SGLD(model), num_warmup=50, num_samples=200, budget=PrivacyBudget(0.01, 1e-5))
     mcmc.run(jax.random.key(0), X, Y)
     with pytest.warns(PosteriorWarning, match="have not mixed"):
         mcmc.posterior  # noqa: B018

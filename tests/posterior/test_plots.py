@@ -1,27 +1,25 @@
 """Plots show what they say: positions of points are the values themselves."""
 
-import builtins
+import sys
 import types
 
 import jax
 import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
-import numpyro
-import numpyro.distributions as dist
 import optax
 import pytest
+from flat import dpsvi
+from models import logistic
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPSVI, PrivacyBudget, fit, plots
+from numpyro_dp import PrivacyBudget, fit, plots
 from numpyro_dp.samplers import Poisson
 
 matplotlib.use("Agg")
 
 
-def model(X, y=None):
-    w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-    with numpyro.plate("records", X.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=X @ w), obs=y)
+model = logistic()
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +59,10 @@ def test_a_forest_has_means_and_intervals(posterior):
     ax = plots.forest({"private": posterior}, "w", entries=[2, 0], labels=list("abc"))
     np.testing.assert_allclose(points(ax)[0][:, 0], posterior.summary()["w"]["mean"][[2, 0]])
     assert [text.get_text() for text in ax.get_yticklabels()] == ["c", "a"]
+    figure, axes = plt.subplots(1, 2)
+    assert plots.forest({"": posterior}, "w", ax=axes[1]) is axes[1]
+    assert len(figure.axes) == 2
+    plt.close(figure)
 
 
 @pytest.mark.extended
@@ -75,21 +77,10 @@ def test_a_forest_takes_results_and_samplers(posterior, records):
     np.testing.assert_allclose(other[:, 0], mcmc.get_samples()["w"].mean(0), rtol=1e-5)
 
 
-def test_it_draws_into_given_axes(posterior):
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2)
-    assert plots.forest({"": posterior}, "w", ax=axes[1]) is axes[1]
-    assert len(figure.axes) == 2
-    plt.close(figure)
-
-
 @pytest.mark.extended
 def test_a_frame_of_a_sweep(records):
-    svi = DPSVI(
-        model, AutoDiagonalNormal(model), optax.adam(0.05), clip_norm=2.0, sampler=Poisson(0.1),
-        budget=PrivacyBudget(1.0, 1e-5)
-    )  # fmt: skip
+    svi = dpsvi(model, AutoDiagonalNormal, optax.adam(0.05), sampler=Poisson(0.1),
+                budget=PrivacyBudget(1.0, 1e-5))  # fmt: skip
     swept = svi.sweep(jax.random.split(jax.random.key(0), 2), 20, *records, epsilon=[0.5, 1.0])
     frame = swept.to_frame(first=lambda run: float(run.params["auto_loc"][0]), number=range(4))
     assert frame.epsilon.tolist() == swept.labels["epsilon"].tolist()
@@ -104,12 +95,8 @@ def test_a_frame_of_a_sweep(records):
 
 
 def test_utility_has_means_and_standard_errors():
-    runs = {
-        "epsilon": [1.0, 0.1, 1.0, 0.1, 1.0, 1.0],
-        "error": [1, 5, 3, 9, 10, 20],
-        "of": "aaaabb",
-    }
-    ax = plots.utility(runs | {"of": list(runs["of"])}, "error", by="of")
+    runs = {"epsilon": [1.0, 0.1, 1.0, 0.1, 1.0, 1.0], "error": [1, 5, 3, 9, 10, 20]}
+    ax = plots.utility(runs | {"of": list("aaaabb")}, "error", by="of")
     np.testing.assert_allclose(points(ax)[0], [[0.1, 7], [1, 2]])
     np.testing.assert_allclose(points(ax)[1], [[1, 15]])
     np.testing.assert_allclose(segments(ax)[1][:, 1], [1, 3])
@@ -120,44 +107,35 @@ def test_utility_has_means_and_standard_errors():
         plots.utility({"epsilon": [0.0], "error": [1.0]}, "error")
 
 
-def test_an_attack_is_bounded_by_both_inequalities():
+def test_an_attack_is_bounded_by_both_inequalities_and_better_by_several_deltas(posterior):
     ax = plots.attack(PrivacyBudget(1.0, 1e-3))
     rates, bound = ax.lines[1].get_data()
     expected = [min(np.e * a + 1e-3, 1 - (1 - 1e-3 - a) / np.e, 1) for a in rates]
     np.testing.assert_allclose(bound, expected)
-
-
-def test_several_deltas_bound_an_attack_better(posterior):
     both = {"run": posterior.privacy, "pair": posterior.privacy.bound}
     of_run, of_pair = (line.get_ydata() for line in plots.attack(both).lines[1:])
     assert np.all(of_run <= of_pair)
     assert np.any(of_run < of_pair - 0.01)
-    stated = dict(posterior.privacy.statement().attack)
-    assert of_run[10] == stated[0.05]
+    assert of_run[10] == dict(posterior.privacy.statement().attack)[0.05]
 
 
-@pytest.mark.parametrize(("how", "message"), [
-    ({"found": {}}, "at least one"),
-    ({"found": {"a": {"v": np.zeros((5, 3))}}}, "no site 'w'"),
-    ({"found": {"a": {"w": np.zeros((5, 3))}, "b": {"w": np.zeros((5, 2))}}}, "different"),
-    ({"found": {"a": {"w": np.zeros((5, 61))}}}, "61 entries"),
-    ({"found": {"a": {"w": np.zeros((5, 3))}}, "labels": ["a"]}, "3 entries, got 1 labels"),
-    ({"found": {"a": {"w": np.zeros((5, 3))}}, "entries": [3]}, "numbers from 0 on"),
-])  # fmt: skip
 @pytest.mark.every_case
-def test_errors_of_a_forest(how, message):
+@pytest.mark.parametrize(("shapes", "options", "message"), [
+    ({}, {}, "at least one"),
+    ({"a": (5, 3)}, {"site": "v"}, "no site 'v'"),
+    ({"a": (5, 3), "b": (5, 2)}, {}, "different"),
+    ({"a": (5, 61)}, {}, "61 entries"),
+    ({"a": (5, 3)}, {"labels": ["a"]}, "3 entries, got 1 labels"),
+    ({"a": (5, 3)}, {"entries": [3]}, "numbers from 0 on"),
+])  # fmt: skip
+def test_errors_of_a_forest(shapes, options, message):
+    found = {name: {"w": np.zeros(shape)} for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):
-        plots.forest(how.pop("found"), "w", **how)
+        plots.forest(found, **{"site": "w"} | options)
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
-    usual = builtins.__import__
-
-    def without(name, *rest, **how):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return usual(name, *rest, **how)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match="numpyro-dp\\[plot\\]"):
         plots.attack(PrivacyBudget(1.0, 1e-3))

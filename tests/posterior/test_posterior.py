@@ -11,13 +11,13 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from flat import dpmcmc, dpsvi, grouped
+from flat import dpmcmc, dpsep, dpsvi, grouped
+from models import given, of, slopes
 from numpyro.infer.autoguide import AutoDelta, AutoDiagonalNormal
 
 from numpyro_dp import (
     DPEM,
     DPPBP,
-    DPSEP,
     SEP,
     SGLD,
     Posterior,
@@ -40,10 +40,8 @@ COMMON = {"sampler": FullBatch(), "budget": BUDGET}
 
 
 def model(x, y=None, *, scale=1.0):
-    w = numpyro.sample("w", dist.Normal(0, scale).expand([2]).to_event(1))
-    sd = numpyro.sample("sd", dist.HalfNormal(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Normal(x @ w, sd), obs=y)
+    likelihood = lambda x, w, sd: dist.Normal(x @ w, sd)  # noqa: E731
+    given(likelihood, w=slopes(scale), sd=dist.HalfNormal(1))(x, y)
 
 
 def report(epsilon=1.0):
@@ -62,10 +60,10 @@ def made(draws, prior, *, unconstrain=lambda draws: draws, epsilon=1.0, **others
     )  # fmt: skip
 
 
-def run_svi(guide=None, steps=60, **others):
-    guide = AutoDiagonalNormal(model) if guide is None else guide
-    svi = dpsvi(model, guide, optax.adam(0.05), clip_norm=2.0, **COMMON, **others)
-    return svi.run(KEY, steps, X, Y, progress_bar=False)
+def run_svi(guide=AutoDiagonalNormal, steps=60, of=model, args=(X, Y), optim=None, **others):
+    optim = optax.adam(0.05) if optim is None else optim
+    svi = dpsvi(of, guide, optim, clip_norm=2.0, **COMMON, **others)
+    return svi.run(KEY, steps, *args, progress_bar=False)
 
 
 @pytest.fixture(scope="module")
@@ -89,27 +87,20 @@ def test_summary_of_known_normals():
     assert found["prior_share"].max() <= 1
 
 
-def test_a_share_above_one_is_shown_and_chance_is_not():
+def test_shares_of_the_prior():
+    """They may exceed 1, but not by chance; they are robust, in unconstrained coordinates."""
     share = made(normal([1.0, 1.2], (2,)), normal(1.0, (2,))).summary()["w"]["prior_share"]
     assert share[0] <= 1
     assert share[1] == pytest.approx(1.44, rel=4 * 2.7 / np.sqrt(4000))
 
-
-def test_the_share_is_robust_and_in_unconstrained_coordinates():
-    """Log-Cauchy draws have no moments."""
-
-    def heavy(scale):
-        def draws(key, n):
-            return {"w": jnp.exp(scale * jnp.clip(jax.random.cauchy(key, (n,)), -80, 80))}
-
-        return draws
+    def heavy(scale):  # logarithms of Cauchy draws, which have no moments
+        cauchy = lambda key, n: jnp.clip(jax.random.cauchy(key, (n,)), -80, 80)  # noqa: E731
+        return lambda key, n: {"w": jnp.exp(scale * cauchy(key, n))}
 
     posterior = made(heavy(0.5), heavy(1.0), unconstrain=lambda d: {"w": jnp.log(d["w"])})
     assert posterior.summary()["w"]["prior_share"] == pytest.approx(0.25, rel=0.3)
 
-
-def test_sites_without_a_coordinate_for_each_entry_use_their_own_units():
-    def simplex(strength):
+    def simplex(strength):  # no coordinate for each entry: its own units are used
         return lambda key, n: {"w": jax.random.dirichlet(key, strength * jnp.ones(3), (n,))}
 
     posterior = made(
@@ -156,24 +147,24 @@ def test_at_most_ten_lines(size, count):
         assert "The scale of column 0 was a guess: pass scales=." in lines
 
 
-def test_one_set_of_draws_serves_all_summaries():
+def test_one_set_of_draws_serves_all_summaries_and_is_smaller_for_large_models(monkeypatch):
     calls = []
 
     def draws(key, n):
         calls.append(n)
         return normal(0.5, (2,))(key, n)
 
-    posterior = made(draws, normal(1.0, (2,)))
-    str(posterior), posterior.summary(), posterior.summary(0.5), repr(posterior)
+    def summaries():
+        posterior = made(draws, normal(1.0, (2,)))
+        str(posterior), posterior.summary(), posterior.summary(0.5), repr(posterior)
+
+    summaries()
     assert calls == [1, 4000]
-
-
-def test_large_models_take_fewer_draws(monkeypatch):
-    monkeypatch.setattr("numpyro_dp.posterior.posterior._MOST_VALUES", 6000)
-    posterior = made(normal(0.5, (10,)), normal(1.0, (10,)))
-    assert len(posterior._fixed_draws["w"]) == 600
-    monkeypatch.setattr("numpyro_dp.posterior.posterior._MOST_VALUES", 10)
-    assert len(made(normal(0.5, (10,)), normal(1.0, (10,)))._fixed_draws["w"]) == 200
+    for most, number in ((1200, 600), (2, 200)):
+        calls.clear()
+        monkeypatch.setattr("numpyro_dp.posterior.posterior._MOST_VALUES", most)
+        summaries()
+        assert calls == [1, number]
 
 
 def test_the_table():
@@ -222,6 +213,9 @@ def test_of_svi(fitted):
     assert {name: value.shape for name, value in predicted.items()} == {"y": (11, 3)}
     assert posterior.predict(KEY, X[:3], None)["y"].shape == (1000, 3)
     assert any("do not contain the privacy noise" in note for note in posterior.notes)
+    tree = result.posterior.to_arviz(50)
+    assert tree["posterior"]["w"].shape == (1, 50, 2)
+    assert tree.attrs["epsilon"] == result.privacy.epsilon
 
 
 def test_shares_of_svi_are_of_the_prior_with_static_keywords(fitted):
@@ -248,16 +242,8 @@ def test_a_pickle_has_no_posterior_and_copies_do(fitted):
 
 
 @pytest.mark.extended
-def test_arviz(fitted):
-    pytest.importorskip("arviz")
-    tree = fitted[1].posterior.to_arviz(50)
-    assert tree["posterior"]["w"].shape == (1, 50, 2)
-    assert tree.attrs["epsilon"] == fitted[1].privacy.epsilon
-
-
-@pytest.mark.extended
 def test_of_a_point_estimate():
-    posterior = run_svi(AutoDelta(model), steps=3).posterior
+    posterior = run_svi(AutoDelta, steps=3).posterior
     assert "no latent has a spread" in str(posterior)
     assert np.isnan(posterior.summary()["w"]["prior_share"]).all()
 
@@ -278,8 +264,7 @@ def test_local_latents_are_left_out_and_models_keep_their_parameters():
         with numpyro.plate("records", len(y)):
             numpyro.sample("z", dist.Normal(slope * y, 1))
 
-    svi = dpsvi(with_locals, guide, optax.adam(0.05), clip_norm=2.0, **COMMON)
-    posterior = svi.run(KEY, 2, Y, progress_bar=False).posterior
+    posterior = run_svi(guide, 2, with_locals, (Y,)).posterior
     assert set(posterior.sample(KEY, 3)) == {"mean"}
     assert posterior.method == "DPSVI with guide, 2 steps"
     predicted = posterior.predict(KEY, None, size=4, num_samples=5)["y"]
@@ -289,28 +274,23 @@ def test_local_latents_are_left_out_and_models_keep_their_parameters():
 
 @pytest.mark.extended
 def test_factors_and_improper_priors_are_said():
-    def flat(y):
-        mean = numpyro.sample("mean", dist.ImproperUniform(dist.constraints.real, (), ()))
-        numpyro.factor("belief", -(mean**2))
-        with numpyro.plate("records", len(y)):
-            numpyro.sample("y", dist.Normal(mean, 1), obs=y)
+    def with_factor(prior):
+        def model(x):
+            mean = numpyro.sample("mean", prior)
+            numpyro.factor("belief", -(mean**2))
+            with numpyro.plate("records", len(x)):
+                numpyro.sample("x", dist.Normal(mean, 1), obs=x)
 
-    def guide(y):
+        return model
+
+    def guide(x):
         numpyro.sample("mean", dist.Normal(numpyro.param("location", 0.0), 0.1))
 
-    svi = dpsvi(flat, guide, optax.adam(0.05), clip_norm=2.0, **COMMON)
-    posterior = svi.run(KEY, 2, Y, progress_bar=False).posterior
+    improper = with_factor(dist.ImproperUniform(dist.constraints.real, (), ()))
+    posterior = run_svi(guide, 2, improper, (Y,)).posterior
     assert np.isnan(posterior.summary()["mean"]["prior_share"])
     assert str(posterior).endswith("the share of the prior is not known.")
-
-    def proper(y):
-        mean = numpyro.sample("mean", dist.Normal(0, 1))
-        numpyro.factor("belief", -(mean**2))
-        with numpyro.plate("records", len(y)):
-            numpyro.sample("y", dist.Normal(mean, 1), obs=y)
-
-    svi = dpsvi(proper, guide, optax.adam(0.05), clip_norm=2.0, **COMMON)
-    notes = svi.run(KEY, 2, Y, progress_bar=False).posterior.notes
+    notes = run_svi(guide, 2, with_factor(dist.Normal(0, 1)), (Y,)).posterior.notes
     assert "The share of the prior leaves out the factors ['belief']." in notes
 
 
@@ -326,29 +306,22 @@ def test_supports_may_depend_on_other_latents():
         top = numpyro.sample("top", dist.LogNormal(numpyro.param("location", 0.0), 1.0))
         numpyro.sample("part", dist.Uniform(0, top))
 
-    svi = dpsvi(nested, guide, optax.sgd(0.0), clip_norm=2.0, **COMMON)
-    posterior = svi.run(KEY, 1, Y, progress_bar=False).posterior
+    posterior = run_svi(guide, 1, nested, (Y,), optax.sgd(0.0)).posterior
     shares = [posterior.summary()[name]["prior_share"] for name in ("top", "part")]
     np.testing.assert_allclose(shares, 1, rtol=3 * 2.7 / np.sqrt(4000))  # guide and prior agree
 
 
 @pytest.mark.extended
 def test_of_message_passing():
-    def known(y):
-        mean = numpyro.sample("mean", dist.Normal(0, 2))
-        with numpyro.plate("records", len(y)):
-            numpyro.sample("y", dist.Normal(mean, 1), obs=y)
-
-    driver = SEP(known, damping=1.0)
-    first = driver.run(KEY, 2, Y, progress_bar=False)
+    known = of(lambda mean: dist.Normal(mean, 1), mean=dist.Normal(0, 2))
+    first = SEP(known, damping=1.0).run(KEY, 2, Y, progress_bar=False)
     assert first.posterior.sample(KEY, 4)["mean"].shape == (4,)
     share = first.posterior.summary()["mean"]["prior_share"]
     assert share == pytest.approx(1 / (1 + 4 * len(Y)), rel=4 * 2.7 / np.sqrt(4000))
     assert first.posterior.notes == ()
     assert "NOT PRIVATE" in str(first.posterior)
 
-    private = DPSEP(known, diagonal_normal, **grouped(clip_norm=1.0, **COMMON))
-    result = private.run(KEY, 2, Y, progress_bar=False)
+    result = dpsep(known, diagonal_normal, **COMMON).run(KEY, 2, Y, progress_bar=False)
     assert result.posterior.method == "DPSEP with diagonal_normal, 2 steps"
     assert result.posterior.notes == ("The intervals include the noise of privacy.",)
     plain = result.plain_posterior
@@ -357,9 +330,8 @@ def test_of_message_passing():
 
 @pytest.mark.extended
 def test_of_a_sampler():
-    mcmc = dpmcmc(
-        SGLD(model), num_warmup=2, num_samples=6, num_chains=2, clip_norm=5.0, scale=3.0, **COMMON
-    )
+    sizes = {"num_warmup": 2, "num_samples": 6, "num_chains": 2, "clip_norm": 5.0, "scale": 3.0}
+    mcmc = dpmcmc(SGLD(model), **sizes, **COMMON)
     with pytest.raises(ValueError, match="no posterior yet. Call run first"):
         mcmc.posterior  # noqa: B018
     mcmc.run(KEY, X, Y)
@@ -369,8 +341,7 @@ def test_of_a_sampler():
     assert posterior.notes[0].startswith("The chains have not mixed")
     draws = posterior.sample(KEY, 4000)  # of the prior
     np.testing.assert_allclose(draws["w"].std(0), 3.0, rtol=0.1)
-    mcmc = dpmcmc(SGLD(model, 1e-3), num_warmup=2, num_samples=6, num_chains=2, clip_norm=5.0,
-                  scale=3.0, noise_multiplier=0.0)  # fmt: skip
+    mcmc = dpmcmc(SGLD(model, 1e-3), noise_multiplier=0.0, **sizes)
     mcmc.run(KEY, X, Y)
     posterior, samples = mcmc.posterior, mcmc.get_samples()
     draws = posterior.sample(KEY, 24)
@@ -400,11 +371,9 @@ def test_of_a_network():
 
 
 def test_point_estimates_of_mixtures_have_none():
-    result = DPEM(2, **grouped(clip_norm=4.0, scale=0.3, **COMMON)).run(
-        KEY, 2, X, progress_bar=False
-    )
+    driver = DPEM(2, **grouped(clip_norm=4.0, scale=0.3, **COMMON))
     with pytest.raises(ValueError, match="DPEM gives point estimates"):
-        result.posterior  # noqa: B018
+        driver.run(KEY, 2, X, progress_bar=False).posterior  # noqa: B018
 
 
 def test_a_prior_with_two_modes_is_not_normal_and_chains_in_both_are_kept():

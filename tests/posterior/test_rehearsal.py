@@ -8,42 +8,35 @@ import numpyro
 import numpyro.distributions as dist
 import optax
 import pytest
-from flat import grouped
+from flat import dpmcmc, dpsep, dpsvi
+from models import given, slopes
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp import DPEM, DPMCMC, DPSEP, DPSVI, SGLD, DPLaplace, Privacy, PrivacyBudget
+from numpyro_dp import DPEM, SGLD, DPLaplace, Privacy, PrivacyBudget
 from numpyro_dp.posterior import choose, rehearse
 from numpyro_dp.samplers import FullBatch
 
 KEY = jax.random.key(0)
 X = np.asarray(np.random.default_rng(0).normal(size=(1500, 2)), np.float32)
 BUDGET = PrivacyBudget(2.0, 1e-5)
-COMMON = {"clip_norm": 1.0, "sampler": FullBatch(), "budget": BUDGET}
 
 
 def model(x, y=None, *, scale=1.0):
-    w = numpyro.sample("w", dist.Normal(0, scale).expand([2]).to_event(1))
-    with numpyro.plate("records", x.shape[0]):
-        numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+    given(lambda x, w: dist.Bernoulli(logits=x @ w), w=slopes(scale))(x, y)
 
 
 DRIVERS = {
-    "DPLaplace": (lambda: DPLaplace(model, budget=BUDGET, scale=0.5), {}),
+    "DPLaplace": (lambda **common: DPLaplace(model, **common), {}),
     "DPSVI": (
-        lambda: DPSVI(
-            model, AutoDiagonalNormal(model), optax.adam(0.02), **grouped(scale=0.5, **COMMON)
+        lambda **common: dpsvi(
+            model, AutoDiagonalNormal, optax.adam(0.02), estimator=None, **common
         ),
         {"num_steps": 500},
     ),
     # Its sites are not centred, so its clip norm must not bite.
-    "DPSEP": (lambda: DPSEP(model, **grouped(scale=0.5, **COMMON | {"clip_norm": 3.0})),
-        {"num_steps": 15}),
+    "DPSEP": (lambda **common: dpsep(model, clip_norm=3.0, **common), {"num_steps": 15}),
     "DPMCMC": (
-        lambda: DPMCMC(
-            SGLD(model),
-            **grouped(num_warmup=200, num_samples=500, progress_bar=False, scale=0.5, **COMMON),
-        ),
-        {},
+        lambda **common: dpmcmc(SGLD(model), num_warmup=200, num_samples=500, **common), {},
     ),
 }  # fmt: skip
 
@@ -52,7 +45,7 @@ DRIVERS = {
 @pytest.mark.parametrize("name", DRIVERS)
 def test_intervals_hold_the_truth_and_know_more_than_the_prior(name):
     build, settings = DRIVERS[name]
-    found = rehearse(build(), KEY, X, None, num_simulations=12, **settings)
+    found = rehearse(build(budget=BUDGET, scale=0.5), KEY, X, None, num_simulations=12, **settings)
     assert found.cover[0.9].shape == (12,)
     assert found.cover[0.9].mean() > 0.7
     assert found.cover[0.5].mean() < 0.9
@@ -99,7 +92,7 @@ def test_what_cannot_be_rehearsed_is_refused():
     with pytest.raises(ValueError, match="simulated no outcome"):
         rehearse(DPLaplace(model, budget=BUDGET), KEY, X, np.zeros(len(X), int))
     with pytest.raises(TypeError, match="needs a driver of a NumPyro model"):
-        rehearse(DPEM(2, **grouped(**COMMON)), KEY, X)
+        rehearse(DPEM(2, clip_norm=1.0, sampler=FullBatch(), budget=BUDGET), KEY, X)
 
 
 @pytest.mark.extended
@@ -108,7 +101,7 @@ def test_the_better_half_goes_on_and_bad_settings_lose(capsys):
 
     def build(clip_norm):
         built.append(clip_norm)
-        return DPSEP(model, clip_norm=clip_norm, sampler=FullBatch(), budget=BUDGET)
+        return dpsep(model, clip_norm=clip_norm, budget=BUDGET)
 
     grid = [{"clip_norm": c, "num_steps": 10} for c in (1e-3, 3.0, 1e3, 1e6)]
     found = choose(build, grid, KEY, X, None, num_simulations=8)

@@ -10,6 +10,7 @@ import numpyro.distributions as dist
 import optax
 import pytest
 from flat import dpsvi
+from models import given, mean_of, slopes
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp import PrivacyBudget
@@ -21,6 +22,12 @@ from numpyro_dp.posterior.scores import scores_likelihood
 from numpyro_dp.run.results import score_sums, with_observation
 
 
+def rows(seed, *shape):
+    """Points, shifts and scores of steps that follow no model."""
+    rng = np.random.default_rng(seed)
+    return tuple(rng.normal(size=shape).astype(np.float32) for _ in range(3))
+
+
 def sums_of(points, shifts, scores, noise):
     """The sums that a loop would keep of these steps."""
     size = points.shape[1]
@@ -29,9 +36,8 @@ def sums_of(points, shifts, scores, noise):
     sums = score_sums(like, jnp.asarray(0, jnp.int32), jnp.asarray(len(points), jnp.int32))
 
     def step(sums, each):
-        index, point, shift, score = each
-        seen = Observation(point, shift, score, jnp.full(size, noise))
-        return with_observation(sums, index, seen), None
+        index, *seen = each
+        return with_observation(sums, index, Observation(*seen, jnp.full(size, noise))), None
 
     each = jnp.arange(len(points)), *map(jnp.asarray, (points, shifts, scores))
     return jax.lax.scan(step, sums, each)[0]
@@ -82,18 +88,22 @@ def test_intervals_hold_the_truth(tau, strong):
         assert np.mean(widths) > 0.85
 
 
-def test_no_information_gives_the_prior():
+def test_no_information_gives_the_prior_and_much_gives_the_truth():
     rng = np.random.default_rng(0)
     for size in (1, 2, 10) * 5:
         _, sums = simulated(size, 1e5, rng)
         mean, sd = posterior(sums, size)
         assert (np.abs(mean) < 0.3).all()
         assert (sd > 0.93).all()
+    for size in (1, 2):  # few latents
+        truth, sums = simulated(size, 10.0, np.random.default_rng(size))
+        mean, sd = posterior(sums, size)
+        assert (np.abs(truth - mean) < 4 * sd).all()
+        assert (sd < 0.5).all()
 
 
 def test_sums_leave_out_the_first_steps_and_what_is_not_finite_in_them():
-    rng = np.random.default_rng(1)
-    points, shifts, scores = (rng.normal(size=(10, 2)).astype(np.float32) for _ in range(3))
+    points, shifts, scores = rows(1, 10, 2)
     scores[:3] = np.inf
     sums = sums_of(points, shifts, scores, 1.0)
     assert int(sums.count) == 5
@@ -104,17 +114,16 @@ def test_sums_leave_out_the_first_steps_and_what_is_not_finite_in_them():
 
 
 def test_products_count_from_the_first_step_on_without_what_centres_explain():
-    rng = np.random.default_rng(1)
-    points, shifts, scores = (rng.normal(size=(40, 2)).astype(np.float32) for _ in range(3))
+    points, shifts, scores = rows(1, 40, 2)
     scores[:3] = np.inf
     moments = averages_of(sums_of(points, shifts, scores, 1.0), np.arange(2)).moments
-    for found, rows in zip(moments, (slice(3, 20), slice(20, None)), strict=True):
-        number = len(points[rows])
+    for found, half in zip(moments, (slice(3, 20), slice(20, None)), strict=True):
+        number = len(points[half])
         assert (found.count, found.dof) == (number, number - 2)
-        centres = np.column_stack([np.ones(number), (points - shifts)[rows]])
+        centres = np.column_stack([np.ones(number), (points - shifts)[half]])
         np.testing.assert_allclose(found.centre, centres.mean(0)[1:], rtol=1e-4, atol=1e-5)
         score, shift = (
-            x[rows] - centres @ np.linalg.lstsq(centres, x[rows], rcond=None)[0]
+            x[half] - centres @ np.linalg.lstsq(centres, x[half], rcond=None)[0]
             for x in (scores, shifts)
         )
         for seen, expected in (
@@ -126,48 +135,29 @@ def test_products_count_from_the_first_step_on_without_what_centres_explain():
 
 
 def test_latents_can_be_left_out_of_the_products():
-    rng = np.random.default_rng(2)
-    points, shifts, scores = (rng.normal(size=(40, 3)).astype(np.float32) for _ in range(3))
-    sums = sums_of(points, shifts, scores, 1.0)
-    kept = sums_of(*(x[:, 1:] for x in (points, shifts, scores)), 1.0)
-    found, expected = averages_of(sums, np.array([1, 2])), averages_of(kept, np.arange(2))
+    steps = rows(2, 40, 3)
+    found = averages_of(sums_of(*steps, 1.0), np.array([1, 2]))
+    expected = averages_of(sums_of(*(x[:, 1:] for x in steps), 1.0), np.arange(2))
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), found, expected
     )
 
 
 def test_runs_without_finite_values_have_no_averages():
-    points = np.full((10, 2), np.nan, np.float32)
-    assert averages_of(sums_of(points, points, points, 1.0), np.arange(2)) is None
-    huge = np.full((10, 2), 1e30, np.float32)  # whose squares are infinite
-    assert averages_of(sums_of(huge, points * 0, huge, 1.0), np.arange(2)) is None
-    assert averages_of(sums_of(huge, huge, points * 0, 1.0), np.arange(2)) is None
-    empty = types.SimpleNamespace(count=0)
-    assert averages_of(empty, np.arange(2)) is None
-
-
-@pytest.mark.table
-@pytest.mark.parametrize("size", [1, 2])
-def test_few_latents(size):
-    truth, sums = simulated(size, 10.0, np.random.default_rng(size))
-    mean, sd = posterior(sums, size)
-    assert (np.abs(truth - mean) < 4 * sd).all()
-    assert (sd < 0.5).all()
+    gap, huge = np.full((10, 2), np.nan), np.full((10, 2), 1e30)  # its squares are infinite
+    for steps in ((gap, gap, gap), (huge, gap * 0, huge), (huge, huge, gap * 0)):
+        sums = sums_of(*(each.astype(np.float32) for each in steps), 1.0)
+        assert averages_of(sums, np.arange(2)) is None
+    assert averages_of(types.SimpleNamespace(count=0), np.arange(2)) is None
 
 
 @pytest.mark.full
 def test_a_guide_that_is_narrow_before_it_arrives():
     """Steps of 0.1 make a guide narrow within 40 of 300 steps. Later draws show no curvature."""
 
-    def model(x):
-        mean = numpyro.sample("mean", dist.Normal(0, 10))
-        with numpyro.plate("records", len(x)):
-            numpyro.sample("x", dist.Normal(mean, 1), obs=x)
-
     x = 3 + jax.random.normal(jax.random.key(1), (1000,))
-    svi = dpsvi(
-        model, AutoDiagonalNormal, optax.adam(0.1), clip_norm=4.0, budget=PrivacyBudget(1.0, 1e-5)
-    )
+    svi = dpsvi(mean_of(10), AutoDiagonalNormal, optax.adam(0.1), clip_norm=4.0,
+                budget=PrivacyBudget(1.0, 1e-5))  # fmt: skip
     found = [svi.run(jax.random.key(0), 300, x, progress_bar=False) for _ in range(5)]
     summaries = [result.posterior.summary()["mean"] for result in found]
     assert max(each["sd"] for each in summaries) < 0.15
@@ -178,9 +168,7 @@ def test_a_guide_that_is_narrow_before_it_arrives():
 def test_a_parameter_is_fixed_and_latents_have_intervals_with_the_noise():
     def model(x, y):
         noise = numpyro.param("noise", 1.0, constraint=dist.constraints.positive)
-        w = numpyro.sample("w", dist.Normal(0, 1).expand([3]).to_event(1))
-        with numpyro.plate("records", len(x)):
-            numpyro.sample("y", dist.Normal(x @ w, noise), obs=y)
+        given(lambda x, w: dist.Normal(x @ w, noise), w=slopes())(x, y)
 
     rng, truth = np.random.default_rng(0), np.array([1.0, -0.5, 2.0])
     x = rng.normal(size=(2000, 3)).astype(np.float32)
