@@ -421,3 +421,19 @@ def test_a_scale_that_first_grows_and_then_falls_is_followed():
     assert np.sqrt(np.mean((found["w"]["mean"] - w) ** 2)) < 2 * own
     assert np.all(found["w"]["sd"] < 2.5 * own)
     assert found["s"]["mean"] == pytest.approx(0.5, abs=0.05)
+
+
+@pytest.mark.extended
+def test_intervals_hold_the_noise_of_privacy():
+    """Standardised errors over runs with fresh noise and fresh records."""
+    errors = []
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        w = rng.normal(size=D)
+        x = records()[0][:1000]
+        y = (rng.random(1000) < 1 / (1 + np.exp(-np.asarray(x) @ w))).astype(np.int32)
+        found = draws(run(args=(x, jnp.asarray(y)), key=jax.random.key(seed)))
+        errors.append((found.mean(0) - w) / found.std(0))
+    inside = np.mean(np.abs(errors) < 1.6449)
+    assert inside > 0.9 - 4 * np.sqrt(0.09 / 36)
+    assert 0.6 < np.sqrt(np.mean(np.square(errors))) < 1.5

@@ -242,10 +242,10 @@ def test_a_pickle_has_no_posterior_and_copies_do(fitted):
 
 
 @pytest.mark.extended
-def test_of_a_point_estimate():
+def test_a_guide_that_is_a_point_has_the_posterior_of_its_scores():
     posterior = run_svi(AutoDelta, steps=3).posterior
-    assert "no latent has a spread" in str(posterior)
-    assert np.isnan(posterior.summary()["w"]["prior_share"]).all()
+    assert "3 of 3 latents are more than half prior" in str(posterior)
+    assert np.all(posterior.summary()["w"]["sd"] > 0.5)
 
 
 @pytest.mark.extended
