@@ -152,10 +152,8 @@ class Run:
         self.kappa = decode.sampling_ratio(stage, noisy, noise)
         begin = self.mean, self.covariance
         self._clips = (*self._clips, clips[0] / clips[2])
-        decoded, kappa = (
-            decode.decode_stages(self._prior, self._unbiased(), self.kappa, begin),
-            self.kappa,
-        )
+        kappa = self.kappa
+        decoded = decode.decode_stages(self._prior, self._unbiased(), kappa, begin)
         if weights[3] or weights[5]:
             # Draws were off by their spread, and their mean by its step.
             step = decoded[0] - stage.mean

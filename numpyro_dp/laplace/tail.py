@@ -40,10 +40,10 @@ _SHARE = np.append(_SHARE, 0.1 / _FAR**2)
 _OF_INVENTED, _AT_LEAST = 3.0, 5e-4
 _OF_DOUBT = np.append(np.full(_CLASSES, 0.5), 0.1)  # few records of a right model are far out
 _SURE = 18.5  # of a chi-square variable of 6 degrees of freedom, exceeded in 1 of 200 cases
-# Two ways in which outcomes often differ from a model, as errors of the classes. If the model has
-# a scale of its own, heavy tails leave more records in the middle, and some far from it. Else, as
-# for counts, scores are larger. The shapes are rounded from Student-t noise and negative binomial
-# counts. A test along a shape finds smaller errors than one over all classes, which has more noise.
+# Errors of the classes that two usual kinds of wrong models make. A model with a scale of its own
+# meets heavy tails: more records are in the middle, and some far from it. A model without one, such
+# as a Poisson model, meets larger scores. The shapes are rounded from Student-t noise and negative
+# binomial counts. A test along a shape has less noise than one over all classes.
 _HEAVY = np.array([0.61, -0.76, -0.12, 0.15, 0.05, 0.0])
 _LARGE = np.array([-0.85, 0.16, 0.43, 0.24, 0.05, 0.0])
 _SHAPE_SURE = 2.6  # standard errors, exceeded in 1 of 200 cases
@@ -139,8 +139,14 @@ class Tail(NamedTuple):
     def sure(self) -> bool:
         """Whether records are in other classes than the model says, or too many are far out."""
         squares = (self.counts**2 / self.variances)[:_CLASSES]
-        shaped = max(self._along(shape)[1] for shape in (_HEAVY, _LARGE)) > _SHAPE_SURE
+        shaped = bool(self._shapes)
         return self.found or self.far > 0 or shaped or bool(np.sum(squares) > _SURE)
+
+    @property
+    def _shapes(self) -> list[float]:
+        """The sizes of the usual errors that are sure."""
+        found = [self._along(shape) for shape in (_HEAVY, _LARGE)]
+        return [size for size, errors in found if errors > _SHAPE_SURE]
 
     def _along(self, shape: np.ndarray) -> tuple[float, float]:
         """The size of a shape in the errors, by least squares, and that in standard errors."""
@@ -155,9 +161,7 @@ class Tail(NamedTuple):
             return 0.0
         # Noise alone would give a sum of squares too, so its mean is subtracted.
         excess = float(np.sum((self.counts**2 - self.variances)[:_CLASSES]))
-        shapes = (self._along(shape) for shape in (_HEAVY, _LARGE))
-        sizes = [size for size, errors in shapes if errors > _SHAPE_SURE]
-        return max(math.sqrt(max(0.0, excess)), _OF_FAR * self.far, *sizes)
+        return max(math.sqrt(max(0.0, excess)), _OF_FAR * self.far, *self._shapes)
 
     @property
     def unseen(self) -> Tail:

@@ -9,6 +9,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 import pytest
+from dp_accounting import GaussianDpEvent, SelfComposedDpEvent
 from flat import dpsep
 from gaussian import gaussian, largest_move, moments
 from models import given, of, slopes
@@ -16,13 +17,15 @@ from numpyro.infer import MCMC, NUTS, Predictive
 from sklearn.datasets import load_breast_cancer
 
 from numpyro_dp import DPSEP, EP, SEP, Privacy, PrivacyBudget, UnsupportedModelError
+from numpyro_dp.accounting import GDP
 from numpyro_dp.methods.ep.families import beta, diagonal_normal, gamma, normal
 from numpyro_dp.methods.ep.problem import check_conjugate, make_problem
 from numpyro_dp.methods.ep.sites import conjugate, evidence, importance, normal_mixture, quadrature
 from numpyro_dp.methods.ep.stochastic_ep import stochastic_ep
 from numpyro_dp.model.structure import read_model
 from numpyro_dp.posterior import average, posterior_samples
-from numpyro_dp.samplers import FixedSize, FullBatch, Poisson
+from numpyro_dp.privacy.budget import default_delta
+from numpyro_dp.samplers import FixedSize, FullBatch, Permutation, Poisson
 from numpyro_dp.sums.bounded import bounded_sum
 
 KEY = jax.random.key(0)
@@ -373,3 +376,22 @@ def test_shared_precision_is_one_noisy_number():
     found = np.asarray(sep.run(KEY, 10, x, y, progress_bar=False).params["auto_precision"])
     np.testing.assert_allclose(found, found[0, 0] * np.eye(3), atol=1e-3 * found[0, 0])
     assert found[0, 0] > 50
+
+
+@pytest.mark.extended
+def test_permuted_epochs_cost_one_gaussian_event_each():
+    x, y = linear_data(120)
+    sep = dpsep(regression, sampler=Permutation(50), noise_multiplier=4.0, damping=0.3)
+    spent = [
+        sep.run(KEY, steps, x, y, progress_bar=False).privacy.epsilon for steps in (1, 3, 4, 6)
+    ]
+    assert spent[0] == spent[1] < spent[2] == spent[3]
+    delta = default_delta(120)
+    exact = GDP().epsilon(SelfComposedDpEvent(GaussianDpEvent(4.0), 2), delta, "add_or_remove_one")
+    assert spent[3] == pytest.approx(exact.epsilon, rel=1e-4)
+    exact = SEP(regression, sampler=Permutation(50), damping=0.05)
+    found = exact.run(KEY, 600, x, y, progress_bar=False).params
+    full = SEP(regression, damping=1.0).run(KEY, 2, x, y, progress_bar=False).params
+    np.testing.assert_allclose(
+        *(np.linalg.solve(p["auto_precision"], p["auto_linear"]) for p in (found, full)), atol=0.03
+    )

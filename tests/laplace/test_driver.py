@@ -108,7 +108,7 @@ def repeated(model, args, secret_key, **options):
 
 
 def test_the_budget_is_spent_and_no_more():
-    """With either relation, of which one needs twice the noise, and after an earlier run."""
+    """Under both relations, and after an earlier run. Replacing a record needs twice the noise."""
     spent = []
     for relation in ("add_or_remove_one", "replace_one"):
         privacy = run(budget=PrivacyBudget(0.7, 1e-5, relation)).privacy

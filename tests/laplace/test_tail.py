@@ -59,7 +59,7 @@ def test_noise_alone_is_no_misfit_and_changes_no_clip_norm():
     rng = np.random.default_rng(0)
     noises = 37 / np.append(np.ones(6), 2)
     tails = [read(noises * rng.standard_normal(SIZES), 37.0) for _ in range(200)]
-    assert sum(tail.misplaced > 0 for tail in tails) <= 4  # three tests of .5 to .8 % each
+    assert sum(tail.misplaced > 0 for tail in tails) <= 2
     right = read(np.zeros(SIZES), 37.0)
     assert right.bias(1.0, 4, N) == 0 and right.clip(1.3, 4, N, 0.5) == 1.3
 

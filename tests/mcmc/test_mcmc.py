@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import dp_accounting as dpa
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ import optax
 import pytest
 from flat import dpsvi, grouped
 from models import mean_of
+from numpyro.contrib.module import random_flax_module
 from numpyro.infer import Predictive
 from numpyro.infer.autoguide import AutoDelta
 from numpyro.infer.util import potential_energy
@@ -280,3 +282,27 @@ def test_the_preconditioner_slows_coordinates_with_large_scores():
     moved = kernel.move(jnp.asarray(3), zero, jnp.asarray(5.0), jnp.ones(2), state)[0] - state[0]
     rate = 1e-3 * (least + 1) / (least + steady)
     np.testing.assert_allclose(moved**2 + (5 * rate) ** 2, 2 * rate, rtol=1e-4)
+
+
+class Dense(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(1)(nn.tanh(nn.Dense(8)(x)))[..., 0]
+
+
+def flax_network(x, y=None):
+    net = random_flax_module("net", Dense(), dist.Normal(0, 1), input_shape=(1, DIM))
+    with numpyro.plate("records", x.shape[0]):
+        numpyro.sample("y", dist.Normal(net(x), 0.5), obs=y)
+
+
+@pytest.mark.extended
+def test_networks_of_flax_are_sampled():
+    x = records(1000)
+    y = np.tanh(x[:, 0]).astype(np.float32)
+    mcmc = sampler(SGLD(flax_network, temperature=0.3), budget=PrivacyBudget(8.0, 1e-5),
+                   clip_norm=2.0, num_warmup=150, num_samples=50)  # fmt: skip
+    mcmc.run(KEY, x, y)
+    draws = Predictive(flax_network, mcmc.get_samples())(KEY, x)["y"]
+    assert draws.shape == (50, 1000)
+    assert np.mean((draws.mean(0) - y) ** 2) < 0.5 * y.var()

@@ -17,7 +17,7 @@ from hostile import listed_guides
 from jax.flatten_util import ravel_pytree
 from jax.scipy.special import logsumexp
 from numpyro import handlers
-from numpyro.infer import SVI, Trace_ELBO
+from numpyro.infer import SVI, Predictive, Trace_ELBO
 from numpyro.infer.autoguide import AutoDiagonalNormal, AutoNormal
 
 from numpyro_dp import DPSVI, UnsupportedModelError
@@ -25,6 +25,7 @@ from numpyro_dp.core import Released
 from numpyro_dp.estimators import aligned, vanilla
 from numpyro_dp.model.frontend import Call, Frontend, GivenModel
 from numpyro_dp.model.variational import likelihood_key
+from numpyro_dp.samplers import Poisson
 from numpyro_dp.sums.bounded import bounded_sum
 
 N, D = 40, 3
@@ -43,7 +44,7 @@ def decoder(x, shift=lambda code: 0.0):
 
 
 def guided(part: Callable[[Any], Any], shift: Callable[[Any], Any] = lambda x: 0.0) -> Any:
-    """A guide of the decoder, of which ``part`` draws the codes."""
+    """A guide of the decoder. ``part`` draws the codes."""
 
     def guide(x):
         loc = numpyro.param("loc", jnp.zeros(D)) + shift(x)
@@ -374,3 +375,17 @@ def test_static_keywords_reach_every_part_of_a_guide() -> None:
 
     guide = in_two_parts(lambda x, dim: local(x), model)
     driver(model, guide, dim=D).init(jax.random.key(0), X)
+
+
+@pytest.mark.extended
+def test_a_mixture_runs_as_any_model_does() -> None:
+    guide = AutoDiagonalNormal(mixture)
+    svi = driver(mixture, guide, sampler=Poisson(0.5), num_steps=5)
+    result = svi.run(jax.random.key(0), 5, X, progress_bar=False)
+    draws = Predictive(mixture, guide=guide, params=result.params, num_samples=4)(KEY, X)
+    assert draws["which"].shape == (4, N)
+    state = svi.init(jax.random.key(0), X)
+    state, _ = jax.jit(svi.update)(state, X)
+    assert np.isfinite(ravel_pytree(svi.get_params(state))[0]).all()
+    swept = svi.sweep(jax.random.split(KEY, 2), 5, X, noise_multiplier=[1.0])
+    assert swept.params["auto_loc"].shape == (2, 2 * D + 1)
