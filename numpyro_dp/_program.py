@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -103,8 +105,40 @@ def trace_scalar(
     # One output, because the scalar is the log likelihood of one record.
     (output,) = found.outputs
     inputs = found.inputs[:split], found.inputs[split:]
-    whole = ScalarProgram(found.ops, *inputs, output, found.shapes)
+    ops, renamed = _computed_once(found.ops)
+    output = renamed.get(output, output)
+    whole = ScalarProgram(ops, *inputs, output, found.shapes)
     return whole if isinstance(output, Constant) else whole._replace(ops=needed(whole, output))
+
+
+def _computed_once(ops: Sequence[Op]) -> tuple[tuple[Op, ...], dict[Operand, int]]:
+    """Leaves out operations that repeat earlier ones. Returns also the new numbers of their values.
+
+    A difference of two log likelihoods of one record computes its products twice.
+    """
+    kept: list[Op] = []
+    seen: dict[Hashable, tuple[int, ...]] = {}
+    renamed: dict[Operand, int] = {}
+    for op in ops:
+        inputs: tuple[Any, ...] = tuple(renamed.get(number, number) for number in op.inputs)
+        same = op.primitive, tuple(op.params.items()), tuple(map(_compared, inputs))
+        try:
+            before = seen.setdefault(same, op.outputs)
+        except TypeError:  # a parameter without a hash, such as an array
+            before = op.outputs
+        if before is op.outputs:
+            kept.append(op._replace(inputs=inputs))
+        else:
+            renamed |= dict(zip(op.outputs, before, strict=True))
+    return tuple(kept), renamed
+
+
+def _compared(value: Operand) -> Hashable:
+    """What makes two inputs equal: the number of a value, or type and digits of a scalar."""
+    held = value.value if isinstance(value, Constant) else None
+    if held is not None and not isinstance(held, Array) and np.ndim(held) == 0:
+        return str(jnp.result_type(held)), repr(np.asarray(held).item())
+    return value
 
 
 def flat(program: Program, calls: tuple[str, ...] = CALLS) -> FlatProgram:

@@ -231,34 +231,37 @@ class Centring(NamedTuple):
     """Rows of a record and of other outcomes that it could have had (``sums/centred_sums.py``).
 
     Attributes:
-        estimator: The estimator of these rows, with the same ``prepare``.
-        number: K, where K + 1 is the number of rows of a record: a power of 2, at most 16.
-        rows: ``(public, example, seed) -> K + 1 rows``. If outcomes are listed: the record, then
-            the record with each outcome. Else one row for each drawn outcome, whose signal is that
-            of the record minus that with the drawn outcome. The last leaf of a row is the
-            probability of its outcome. ``seed`` is a secret uint32.
+        estimator: The estimator of these rows, with the same ``prepare``. Its examples are
+            ``(example, *row)``.
+        number: K, where K + 1 is the number of rows of a record.
+        row: ``(public, example, seed, k) -> row`` of a record, a tuple, for k from 0 to K. If
+            outcomes are listed, row 0 has the record's own outcome, and the others one each. Else
+            each row has a drawn outcome, and its signal is that of the record minus that with the
+            drawn outcome. The last entry is the probability of the outcome. ``seed`` is a secret
+            uint32.
         listed: Whether all outcomes are listed that a record could have had.
         scaled: Whether a record's signal is only multiplied by a factor, because other entries than
             scores must keep their ratio to the scores. Outcomes must be listed.
 
     Example:
         >>> import jax, jax.numpy as jnp
-        >>> def rows(log_odds, example, seed):  # of a coin: the record, heads, tails and padding
+        >>> def row(log_odds, example, seed, k):  # of a coin: the record, heads and tails
         ...     heads = jax.nn.sigmoid(log_odds)
-        ...     outcomes = jnp.stack([example[0], 1.0, 0.0, 0.0])
-        ...     return outcomes, jnp.stack([0.0, heads, 1 - heads, 0.0])
+        ...     probs = jnp.stack([0.0, heads, 1 - heads])
+        ...     return jnp.stack([example[0], 1.0, 0.0])[k], probs[k]
         >>> coin = Estimator(lambda key, log_odds: log_odds,
-        ...                  lambda log_odds, row: {"w": row[0] - jax.nn.sigmoid(log_odds)},
+        ...                  lambda log_odds, row: {"w": row[1] - jax.nn.sigmoid(log_odds)},
         ...                  lambda log_odds, released: released.total)
-        >>> centring = Centring(coin, number=3, rows=rows, listed=True)
-        >>> outcomes, probs = centring.rows(jnp.array(0.0), (jnp.array(1.0),), jnp.uint32(7))
-        >>> float(sum(p * coin.signal(0.0, (y,))["w"] for y, p in zip(outcomes, probs)))  # mean 0
+        >>> centring = Centring(coin, number=2, row=row, listed=True)
+        >>> example, seed = (jnp.array(1.0),), jnp.uint32(7)
+        >>> rows = [centring.row(0.0, example, seed, k) for k in range(3)]
+        >>> float(sum(prob * coin.signal(0.0, (example, y))["w"] for y, prob in rows))  # mean 0
         0.0
     """
 
     estimator: Estimator
     number: int
-    rows: Callable[[PyTree, PyTree, Array], PyTree]
+    row: Callable[[PyTree, PyTree, Array, Any], PyTree]
     listed: bool = False
     scaled: bool = False
 

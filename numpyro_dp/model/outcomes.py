@@ -137,24 +137,30 @@ class Outcomes(NamedTuple):
         # Counts may be stored as floats, and values as integers.
         return {n: x.astype(jnp.promote_types(x.dtype, kinds[n])) for n, x in drawn.items()}
 
+    def support(self, example: Arrays) -> Array:
+        """The K outcomes that one record could have had."""
+        # Any latents will do: `check_mean` has shown that the support is fixed.
+        (site,) = self._sites(jnp.zeros(self.size), example)
+        return site["fn"].enumerate_support(expand=False).reshape(-1)
+
+    def probability(self, value: Array, flat: Array, example: Arrays) -> Array:
+        """The probability of a listed outcome of one record, or 0 if it is not a number."""
+        (site,) = self._sites(flat, example)
+        log_prob = unwrapped(site["fn"]).log_prob(jnp.broadcast_to(value, jnp.shape(site["value"])))
+        return jnp.clip(jnp.nan_to_num(jnp.exp(log_prob.sum()), nan=0.0), 0, 1)
+
     def listed(self, flats: Array, example: Arrays) -> Listed:
         """Lists the outcomes of one record, with their probabilities at R vectors of latents.
 
         Outcomes are the first axis, so that a sum over them adds a few long vectors.
         """
-        # Any latents will do: `check_mean` has shown that the support is fixed.
-        (site,) = self._sites(flats[0], example)
-        values = site["fn"].enumerate_support(expand=False).reshape(-1)
-        value, shape = jnp.reshape(site["value"], ()), jnp.shape(site["value"])
-
-        def log_prob(value: Array, flat: Array) -> Array:
-            fn = self._distribution(flat, example)
-            return fn.log_prob(jnp.broadcast_to(value, shape)).sum()
-
-        logs = jax.vmap(jax.vmap(log_prob, (None, 0)), (0, None))(values, flats)
-        probabilities = jnp.clip(jnp.nan_to_num(jnp.exp(logs), nan=0.0), 0, 1)
+        values = self.support(example)
+        at_each = jax.vmap(self.probability, (None, 0, None))
+        probabilities = jax.vmap(at_each, (0, None, None))(values, flats, example)
         # The sum is then at most 1, whatever values the record holds.
         probabilities = probabilities / jnp.maximum(jnp.sum(probabilities, axis=0), 1)
+        (site,) = self._sites(flats[0], example)
+        value = jnp.reshape(site["value"], ())
         # A cast of the outcome to an integer would turn NaN and 0.7 into 0.
         wide = jnp.promote_types(value.dtype, values.dtype)
         return Listed(values.astype(wide) == value.astype(wide), values, probabilities)
@@ -383,12 +389,8 @@ def _kind(outcomes: Outcomes, example: Arrays) -> Values:
 
 def _number_of_values(outcomes: Outcomes, example: Arrays) -> int:
     """Number of possible outcomes. 0 if there are too many, or if it depends on the record."""
-
-    def values(flat: Array, example: Arrays) -> Array:
-        return outcomes.listed(flat[None], example).values
-
     try:
-        found = jax.eval_shape(values, jnp.zeros(outcomes.size), example).size
+        found = jax.eval_shape(outcomes.support, example).size
     except (NotImplementedError, TypeError, ValueError, jax.errors.JAXTypeError):
         return 0
     return found if found <= _MOST_VALUES else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -106,27 +105,18 @@ def centring(
         ...     found = centring(outcomes, estimator_of(other), lambda public: public.latents)
         ...     return estimator_of(problem)._replace(centring=found)
     """
-    number = outcomes.number + 1 if outcomes.number else _DRAWN
-    number = 2 ** math.ceil(math.log2(number)) - 1
+    number = outcomes.number or _DRAWN - 1
 
-    def rows(public: PyTree, example: Arrays, seed: Array) -> PyTree:
+    def row(public: PyTree, example: Arrays, seed: Array, k: Array) -> PyTree:
         here = outcomes.at(params(public)) if params is not None else outcomes
         flat, own = here.flat(latents(public)), here.own(example)
-        record = tuple(jnp.broadcast_to(x, (number + 1, *jnp.shape(x))) for x in example)
-        if not here.number:  # outcomes of the pairs
-            keys = jax.random.split(jax.random.key(seed), number + 1)
-            values = jax.vmap(lambda key: here.simulate(flat, example, key))(keys)
-            values = jax.tree.map(
-                lambda one, rest: rest.astype(jnp.asarray(one).dtype), own, values
-            )
-            return record, values, jnp.full(number + 1, 1 / (number + 1))
-        # The own outcome, then all, with rows that do not count at the end.
-        listed, missing = here.listed(flat[None], example), number - here.number
-        values = jnp.pad(listed.values, (0, missing), mode="edge")
-        values = jax.vmap(lambda value: here.as_outcome(value, own))(values)
-        values = jax.tree.map(
-            lambda one, rest: jnp.stack([one, *rest.astype(one.dtype)]), own, values
-        )
-        return record, values, jnp.pad(listed.probabilities[:, 0], (1, missing))
+        if not here.number:  # the outcome of a pair
+            drawn = here.simulate(flat, example, jax.random.fold_in(jax.random.key(seed), k))
+            typed = jax.tree.map(lambda one, other: other.astype(one.dtype), own, drawn)
+            return typed, jnp.full((), 1 / (number + 1))
+        value = here.support(example)[jnp.maximum(k - 1, 0)]
+        listed = here.as_outcome(value, own)
+        outcome = jax.tree.map(lambda one, other: jnp.where(k == 0, one, other), own, listed)
+        return outcome, here.probability(value, flat, example)
 
-    return Centring(inner, number, rows, listed=bool(outcomes.number))
+    return Centring(inner, number, row, listed=bool(outcomes.number))

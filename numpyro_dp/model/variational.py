@@ -177,6 +177,16 @@ class VariationalProblem(NamedTuple):
             return None
         return coordinate_sums(self.guide.auto)
 
+    def mean(self, params: Values) -> dict[str, Array] | None:
+        """Returns the mean of a draw by site, or ``None`` if the guide may not be normal."""
+        auto: Any = self.guide.auto
+        kind, values = guide_kind(auto), self.constrain(params)
+        if kind is None or kind is autoguide.AutoDelta:  # whose location is constrained
+            return None
+        if kind is autoguide.AutoNormal:
+            return {site: values[f"{site}_{auto.prefix}_loc"] for site in latent_sites(auto)}
+        return dict(unpack_latent(auto, values[f"{auto.prefix}_loc"]))
+
     def _mean(self, one: Callable[..., Array], *by_draw: PyTree) -> Array:
         """Mean of a function of one draw over the draws of a step."""
         return one(*by_draw) if self.num_particles == 1 else jnp.mean(jax.vmap(one)(*by_draw))

@@ -415,8 +415,8 @@ class Session:
         def step(carry: _Carry, rows: Rows) -> tuple[_Carry, Array]:
             before, scores, folded = carry
             state, taken = self._step(before, rows)
-            if scores is not None and (seen := self._observation(before, rows, taken)):
-                scores = with_observation(scores, before.step, seen)
+            if scores is not None and taken.seen is not None:
+                scores = with_observation(scores, before.step, taken.seen)
             if update is not None:
                 folded = update(folded, self.problem.constrain(self._params(state)))
             return _Carry(state, scores, folded), self._value(before, rows, taken)
@@ -424,13 +424,6 @@ class Session:
         if update not in self._folding_loops:
             self._folding_loops[update] = build_loop(step, self._kept, self._measure)
         return self._folding_loops[update]
-
-    def _observation(self, state: RunState, rows: Rows, step: Step) -> Observation | None:
-        """What a step released about the likelihood, from public and released values."""
-        estimator = self._estimator(rows.shared, state.mechanism_state)
-        # Key and parameters of the step give the values of `prepare` again.
-        public, observe = estimator.prepare(step.rng_key, step.params), estimator.observe
-        return observe and observe(public, step.released)
 
     def on_all(self, state: SensitiveState, rows: HostRows) -> SensitiveState:
         """Takes a step on all records, which the host sends in parts."""

@@ -16,7 +16,16 @@ from jax import Array, lax
 
 from numpyro_dp._compat import make_program, takes_value
 from numpyro_dp._tree import filled, widen
-from numpyro_dp.core import Arrays, Batch, Estimator, Mechanism, MechanismState, PyTree, Released
+from numpyro_dp.core import (
+    Arrays,
+    Batch,
+    Estimator,
+    Mechanism,
+    MechanismState,
+    Observation,
+    PyTree,
+    Released,
+)
 from numpyro_dp.model.dependence import loops_by_inputs
 from numpyro_dp.model.records import Rows
 from numpyro_dp.privacy.mechanism.clip_norm import ClipNorm
@@ -36,11 +45,13 @@ class Step(NamedTuple):
         params: The iterate before the step.
         rng_key: Key of the step's draw from the guide.
         released: The noisy sum of the step.
+        seen: What it tells about the likelihood, or ``None`` if the estimator does not say.
     """
 
     params: PyTree
     rng_key: Array
     released: Released
+    seen: Observation | None
 
 
 def build_step(
@@ -71,7 +82,9 @@ def build_step(
         asked = before.estimator, before.mechanism, before.public
         total = bounded_sum(*asked, examples, mask, lengths, live, few, shards, seeds, whole=True)
         state, released = private.after_sum(state, before, total)
-        return state, before.params, before.step_key, released
+        observe = before.estimator.observe
+        seen = None if observe is None else observe(before.public, released)
+        return state, before.params, before.step_key, released, seen
 
     everywhere = on_devices(on_batch, mesh)
 
@@ -267,8 +280,10 @@ def check_step(
         update = estimator.pull_back(prepared, Released(signal, jnp.zeros(())))
         found = [optim.get_params(_optimised(optim, update, optim_state))]
         if (centring := estimator.centring) is not None:  # what is drawn for a record
-            rows = centring.rows(prepared, example, jnp.zeros((), jnp.uint32))
-            found.append(jax.vmap(lambda row: centring.estimator.signal(prepared, row))(rows))
+            row = centring.row(
+                prepared, example, jnp.zeros((), jnp.uint32), jnp.zeros((), jnp.int32)
+            )
+            found.append(centring.estimator.signal(prepared, (example, *row)))
         return jax.tree.leaves(found)
 
     state = MechanismState(settings.clip_norm.as_arrays())

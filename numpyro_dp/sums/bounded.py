@@ -13,9 +13,17 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool
 
-from numpyro_dp._tree import filled, select, squared_norm, widen
-from numpyro_dp.core import Estimator, Mechanism, PyTree, Values
-from numpyro_dp.sums.centred_sums import centred_mechanism, with_partners
+from numpyro_dp._tree import filled, select, widen
+from numpyro_dp.core import Centring, Estimator, Mechanism, PyTree, Values
+from numpyro_dp.sums.centred_sums import (
+    centred_mechanism,
+    counted_records,
+    over_rows,
+    row_norms,
+    row_of,
+    sum_of_rows,
+    with_rows,
+)
 from numpyro_dp.sums.exact import finished, partial_sum
 from numpyro_dp.sums.factored import factored_sum
 from numpyro_dp.sums.microbatches import (
@@ -70,23 +78,17 @@ def bounded_sum(
         ``mechanism.sensitivity`` in norm, rounding included.
     """
     live = jnp.any(mask) if live is None else live
-    rows_each = 1
     if (centring := estimator.centring) is not None:
-        # The lengths are of records. Each record now has several rows, so they do not fit.
-        estimator, rows_each, lengths = centring.estimator, centring.number + 1, ()
-        mechanism = centred_mechanism(mechanism, centring)
-        examples, mask = with_partners(centring, public, examples, mask, seeds)
-        # The caller counts records, and a microbatch counts rows.
-        rows = None if rows is None else rows * rows_each
+        estimator, mechanism = centring.estimator, centred_mechanism(mechanism, centring)
     if (factored := estimator.factored) is not None:
         return factored_sum(
             estimator, factored, mechanism, public, examples, mask, lengths, live, rows, shards,
-            rows_each,
+            centring, seeds,
         )  # fmt: skip
     # The records of all devices: grid and margin must be the same everywhere.
-    count = mask.size * shards.number // rows_each
-    parts = SumInParts(estimator, mechanism, public, first_of(examples), count, rows_each, whole)
-    sums, squares = parts.part(examples, mask, live, rows, shards)
+    count = mask.size * shards.number
+    parts = SumInParts(estimator, mechanism, public, first_of(examples), count, centring, whole)
+    sums, squares = parts.part(examples, mask, live, rows, shards, seeds)
     extras = extra_sums(mechanism, parts.names, squares, parts.margin, mask, shards)
     return parts.finished(sums) | extras
 
@@ -94,8 +96,7 @@ def bounded_sum(
 class SumInParts:
     """A clipped sum whose records come in parts. Sums stay integers until all parts are added.
 
-    There are ``count`` records in all parts, and ``rows_each`` rows of a record. ``first`` has the
-    shapes of a row. If signals are centred, its last array has the probability of the row.
+    There are ``count`` records in all parts. ``first`` has the shapes of a record.
 
     Attributes:
         names: Entries of the signal.
@@ -111,15 +112,17 @@ class SumInParts:
         public: PyTree,
         first: PyTree,
         count: int,
-        rows_each: int = 1,
+        centring: Centring | None = None,
         whole: bool = False,
     ) -> None:
         # Only if the mechanism takes integers may the margin leave out the rounding of the sum.
-        self._each, self._whole = rows_each, whole and mechanism.takes_whole
+        self._centring, self._whole = centring, whole and mechanism.takes_whole
         self._signal, self._mechanism, self._count = estimator.signal, mechanism, count
-        self._public, self._struct = public, jax.eval_shape(estimator.signal, public, first)
+        self._public = public
+        self._struct = jax.eval_shape(estimator.signal, public, row_of(centring, public, first))
+        self._each = 1 if centring is None else centring.number + 1
         self._like, self.names = jax.eval_shape(widen, self._struct), filled(self._struct)
-        self.margin: float = margin_of(self._struct, count, rows=rows_each, whole=self._whole)
+        self.margin: float = margin_of(self._struct, count, rows=self._each, whole=self._whole)
         self._blocks = mechanism.blocks(self.names)
         self._norms = norms_of(mechanism, self.names)
 
@@ -130,25 +133,30 @@ class SumInParts:
         live: Array,
         rows: int | None = None,
         shards: Shards = WHOLE,
+        seeds: Array | None = None,
     ) -> tuple[list[PyTree], tuple[Array, ...]]:
         """Returns the sums of a part, which can be added to others, and its squared norms."""
+        centred = self._centring is not None
 
-        def of_rows(examples: PyTree, mask: Array) -> tuple[list[PyTree], tuple[Array, ...]]:
-            each = jax.vmap(lambda example: self._signal(self._public, example))
+        def of_rows(batch: PyTree, mask: Array) -> tuple[list[PyTree], tuple[Array, ...]]:
+            examples = with_rows(self._centring, self._public, *batch)
+            each = over_rows(lambda example: self._signal(self._public, example), centred)
             signals = widen(pinned(live, each, examples))
             own = [select(signals, members) for members in self._blocks]
-            squares = tuple(jax.vmap(squared_norm)(block) for block in own)
-            probs = examples[-1:] if self._each > 1 else ()
+            squares = tuple(row_norms(block, centred) for block in own)
+            probs = examples[-1:] if centred else ()
             factors = self._mechanism.scales(self.names, squares, self.margin, *probs)
-            # Padding is some record too. Its factor becomes 0, so it adds exactly 0.
-            sums = [
-                partial_sum(rows_of(block), jnp.where(mask, factor, 0), norm, self._count)
-                for block, factor, norm in zip(own, factors, self._norms, strict=True)
-            ]
-            return sums, squares
+            sums = []
+            for block, factor, norm in zip(own, factors, self._norms, strict=True):
+                if centred:
+                    block, factor = sum_of_rows(block, factor), counted_records(factor)
+                # Padding is some record too. Its factor becomes 0, so it adds exactly 0.
+                weights = jnp.where(mask, factor, 0)
+                sums.append(partial_sum(rows_of(block), weights, norm, self._count))
+            return sums, tuple(square[0] for square in squares) if centred else squares
 
-        few = suitable_rows(self._struct) if rows is None else rows
-        return over_microbatches(of_rows, examples, mask, few, shards)
+        few = suitable_rows([self._struct] * self._each) if rows is None else rows
+        return over_microbatches(of_rows, (examples, seeds), mask, few, shards)
 
     def finished(self, sums: list[PyTree]) -> Values:
         """Returns the sum of all parts in floating point, or as integers."""

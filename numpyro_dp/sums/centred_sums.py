@@ -42,91 +42,121 @@ Reference:
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool
 
+from numpyro_dp._tree import squared_norm
 from numpyro_dp.core import Centring, Mechanism, PyTree
 
 
-def with_partners(
-    centring: Centring, public: PyTree, examples: PyTree, mask: Bool[Array, " batch"],
-    seeds: Array | None,
-) -> tuple[PyTree, Bool[Array, " rows"]]:  # fmt: skip
-    """Returns the K + 1 rows of each record."""
-    rows = jax.vmap(lambda example, seed: centring.rows(public, example, seed))(examples, seeds)
-    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), rows)
-    return flat, jnp.repeat(mask, centring.number + 1)
+def with_rows(centring: Centring | None, public: PyTree, examples: PyTree, seeds: Any) -> PyTree:
+    """Returns the records, followed by what differs between their rows, of axes (K + 1, batch)."""
+    if centring is None:
+        return examples
+    each = jax.vmap(functools.partial(centring.row, public), (0, 0, None))
+    # Records come last, so that arithmetic on rows is arithmetic on long vectors.
+    return (
+        examples,
+        *jax.vmap(each, (None, None, 0))(examples, seeds, jnp.arange(centring.number + 1)),
+    )
+
+
+def row_of(centring: Centring | None, public: PyTree, record: PyTree) -> PyTree:
+    """Returns the shapes of a row by those of a record."""
+    if centring is None:
+        return record
+    seed, number = jax.ShapeDtypeStruct((), jnp.uint32), jax.ShapeDtypeStruct((), jnp.int32)
+    return (record, *jax.eval_shape(centring.row, public, record, seed, number))
+
+
+def over_rows(of_row: Callable[[Any], PyTree], centred: bool) -> Callable[[Any], PyTree]:
+    """Maps a function of one row over the result of :func:`with_rows`."""
+    each = jax.vmap(lambda record, *row: of_row((record, *row)))
+
+    def several(examples: PyTree) -> PyTree:
+        return jax.vmap(each, (None, *[0] * (len(examples) - 1)))(*examples)
+
+    return several if centred else jax.vmap(of_row)
+
+
+def row_norms(tree: PyTree, centred: bool) -> Array:
+    """Squared norms of the rows of a batch, (batch,) or (K + 1, batch)."""
+    norms = jax.vmap(squared_norm)
+    return (jax.vmap(norms) if centred else norms)(tree)
+
+
+def sum_of_rows(tree: PyTree, weights: Array) -> PyTree:
+    """The weighted sum over the rows of each record, of leaves and weights (K + 1, batch, ...).
+
+    A row of weight 0 does not count, even if it is not finite.
+    """
+
+    def summed(leaf: Array) -> Array:
+        own = weights.reshape(*weights.shape, *[1] * (leaf.ndim - 2))
+        return jnp.sum(jnp.where(jnp.abs(own) > 0, leaf, 0) * own, axis=0)
+
+    return jax.lax.optimization_barrier(jax.tree.map(summed, tree))
+
+
+def counted_records(weights: Array) -> Array:
+    """1 for each record that has a row with a weight, else 0."""
+    return jnp.any(jnp.abs(weights) > 0, axis=0).astype(weights.dtype)
 
 
 def centred_mechanism(mechanism: Mechanism, centring: Centring) -> Mechanism:
-    """Returns a mechanism for rows that come in groups, one group for a record.
+    """Returns a mechanism for squared norms (K + 1, batch), of all rows of each record.
 
-    Its ``scales`` takes the probability of each row as one more argument. The probability of a
-    record's own row is not read.
+    Its ``scales`` takes the probabilities of the rows as one more argument, and has the same shape.
+    The probability of a record's own outcome is not read.
 
     Guarantee:
         The rows of a record add up to a norm of at most the clip norm of each block, rounding of
         all rows included. If a row of a record is not finite, all of its rows count as 0.
     """
-    number = centring.number
-
-    def grouped(leaf: Array) -> Array:
-        return leaf.reshape(-1, number + 1)
 
     def scales(
         names: tuple[str, ...], squares: tuple[Array, ...], margin: float, probs: Array
     ) -> tuple[Array, ...]:
         # The margin has room for the roundings of all rows. A few units more, because the norms of
         # a record's rows are added.
-        room = margin * (1 - 8 * (number + 1) * float(jnp.finfo(squares[0].dtype).eps))
-        chance = probs.astype(squares[0].dtype)
-        probs = grouped(chance)[:, 1:]
+        room = margin * (1 - 8 * (centring.number + 1) * float(jnp.finfo(squares[0].dtype).eps))
+        probs = probs.astype(squares[0].dtype)
+        if centring.listed:  # the sum is at most 1, whatever values the record holds
+            probs = probs.at[0].set(0)
+            probs = probs / jnp.maximum(jnp.sum(probs, axis=0), 1)
         finite = jnp.all(jnp.stack([jnp.isfinite(square) for square in squares]), axis=0)
-        whole = jnp.all(grouped(finite), axis=1, keepdims=True)
-        norms, found = mechanism.norms(names), []
+        whole = jnp.all(finite, axis=0)
+        each = mechanism.scales(names, tuple(square.reshape(-1) for square in squares), room)
+        factors = [factor.reshape(finite.shape) for factor in each]
         if not centring.listed:
-            # `chance` is 1 / (K + 1). The mean of clipped rows is within the clip norm, as each of
-            # them is.
-            return tuple(
-                jnp.where(whole, grouped(each * chance), 0).reshape(-1)
-                for each in mechanism.scales(names, squares, room)
-            )
-        for at, factor in enumerate(mechanism.scales(names, squares, room)):
-            sizes = grouped(jnp.sqrt(jnp.where(finite, squares[at], 0)))
-            own, others = jnp.split(grouped(factor), [1], axis=1)
-            rest = probs * (1 - others)
+            # The probabilities are 1 / (K + 1). The mean of clipped rows is within the clip norm,
+            # as each of them is.
+            return tuple(jnp.where(whole, factor * probs, 0) for factor in factors)
+        norms, found = mechanism.norms(names), []
+        for at, factor in enumerate(factors):
+            sizes = jnp.sqrt(jnp.where(finite, squares[at], 0))
+            own, others = factor[:1], factor[1:]
+            rest = probs[1:] * (1 - others)
             # The correction is at most this long, by the triangle inequality.
-            added = jnp.sum(jnp.abs(rest) * sizes[:, 1:], axis=1, keepdims=True)
+            added = jnp.sum(jnp.abs(rest) * sizes[1:], axis=0)
             # Without a clip norm nothing is clipped, so nothing is added.
             limit = 1.0 if norms is None else room * jnp.asarray(norms[at], added.dtype)
             # The own row has at most the norm `limit`, and the correction `added`. The quotient
             # brings their sum back to `limit`.
-            scales = limit / (limit + added) * jnp.concatenate([own, rest], axis=1)
+            scales = limit / (limit + added) * jnp.concatenate([own, rest])
             # The own outcome is one of those listed, so this minimum does not tell which one it is.
-            least = jnp.min(grouped(factor), axis=1, keepdims=True)
-            sole = jnp.zeros_like(scales).at[:, :1].set(least)
-            informed = probs * sizes[:, 1:] ** 2
-            counted = limit / (limit + added) * jnp.sum(informed * others, 1, keepdims=True)
-            better = counted > least * jnp.sum(informed, 1, keepdims=True)
+            least = jnp.min(factor, axis=0)
+            sole = jnp.zeros_like(scales).at[0].set(least)
+            informed = probs[1:] * sizes[1:] ** 2
+            counted = limit / (limit + added) * jnp.sum(informed * others, axis=0)
+            better = counted > least * jnp.sum(informed, axis=0)
             scales = jnp.where(better & (not centring.scaled), scales, sole)
-            found.append(jnp.where(whole, scales, 0).reshape(-1))
+            found.append(jnp.where(whole, scales, 0))
         return tuple(found)
 
-    of_records = mechanism.extras
-    if of_records is None:
-        return mechanism._replace(scales=scales)
-
-    def extras(
-        names: tuple[str, ...], squares: tuple[Array, ...], margin: float = 1.0
-    ) -> dict[str, tuple[Array, Array | float]]:
-        own = tuple(grouped(square)[:, 0] for square in squares)  # or the first difference
-        found = {}
-        for name, (values, norm) in of_records(names, own, margin).items():
-            # A record adds its value once, at its first row. Its other rows add 0.
-            wide = jnp.zeros((len(values), number + 1), values.dtype)
-            found[name] = wide.at[:, 0].set(values).reshape(-1), norm
-        return found
-
-    return mechanism._replace(scales=scales, extras=extras)
+    return mechanism._replace(scales=scales)

@@ -103,12 +103,14 @@ class Split(NamedTuple):
 
 
 def split_scalar(
-    scalar: Callable[[PyTree, PyTree], Array], point: PyTree, example: PyTree, layers: bool = False
-) -> Split:
+    scalar: Callable[[PyTree, PyTree], Array], point: PyTree, example: PyTree, layers: bool = False,
+    own: int | None = None,
+) -> Split:  # fmt: skip
     """Cuts a scalar at the single products of its parameters with the record.
 
     ``point`` and ``example`` may be shapes. With ``layers``, a factor may depend on other
-    parameters, and convolutions count.
+    parameters, and convolutions count. With ``own``, the record is only the first leaves of the
+    example, this many. The others, such as an outcome that it could have had, are in no factor.
 
     Returns:
         The split, without contractions if none is recognised.
@@ -122,7 +124,7 @@ def split_scalar(
     # The program is read, not the model's source: a model may write X @ w, einsum or vmap of a dot.
     by_op: dict[int, Contraction] = {}
     for leaf in range(len(program.point)):
-        if (found := _contraction(program, leaf, layers)) is not None:
+        if (found := _contraction(program, leaf, layers, own)) is not None:
             # Two leaves may meet in one product, which is linear in one of them at a time. The
             # other leaf joins `rest`.
             by_op.setdefault(found.op, found)
@@ -149,9 +151,11 @@ def split_scalar(
     return Split(contractions, rest, shifted)
 
 
-def _contraction(program: ScalarProgram, leaf: int, layers: bool) -> Contraction | None:
+def _contraction(
+    program: ScalarProgram, leaf: int, layers: bool, own: int | None
+) -> Contraction | None:
     """Follows a leaf through operations that only move it to one product with the record."""
-    alone = _of_the_record(program)
+    alone = _of_the_record(program, own)
     # Only moves may come before the product: arithmetic would add a factor to the norm |r| |x|.
     current, chain = program.point[leaf], []
     while True:
@@ -287,9 +291,9 @@ def _kernel_gradient(params: dict[str, Any], x: Array, slope: Array, kernel: Arr
     return found.transpose([numbers.rhs_spec.index(axis) for axis in range(found.ndim)])
 
 
-def _of_the_record(program: ScalarProgram) -> dict[int, bool]:
+def _of_the_record(program: ScalarProgram, first: int | None) -> dict[int, bool]:
     """Values that depend on the record alone -> whether they are just its entries, moved."""
-    alone = dict.fromkeys(program.example, True)
+    alone = dict.fromkeys(program.example[:first], True)
     # Values from constants alone do not make a factor depend on more than the record: x * scale.
     public: set[int] = set()
     for op in program.ops:

@@ -211,7 +211,8 @@ def _summed(
         total = from_zero(jnp.sum(leaf, axis=0, dtype=leaf.dtype), number * len(leaf))
         # The shift rounds down and the mask has the rest, so negative sums are exact too.
         return Whole(total >> 16, total & 0xFFFF, zero)
-    each = from_zero(leaf, number)
+    # The barrier makes XLA form the terms once, not for each of the two sums.
+    each = lax.optimization_barrier(from_zero(leaf, number))
     high, low = (jnp.sum(x, axis=0) for x in (each >> _SPLIT, each & (2**_SPLIT - 1)))
     low = low + ((high & (2 ** (16 - _SPLIT) - 1)) << _SPLIT)
     return Whole(high >> (16 - _SPLIT), low, zero).carried()

@@ -22,7 +22,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool
 
 from numpyro_dp._tree import filled, squared_norm, widen
-from numpyro_dp.core import Estimator, FactoredSignal, Mechanism, Number, PyTree, Values
+from numpyro_dp.core import Centring, Estimator, FactoredSignal, Mechanism, Number, PyTree, Values
+from numpyro_dp.sums.centred_sums import (
+    counted_records,
+    row_norms,
+    row_of,
+    sum_of_rows,
+    with_rows,
+)
 from numpyro_dp.sums.contraction import Contraction, Split, split_scalar
 from numpyro_dp.sums.exact import finished, partial_sum
 from numpyro_dp.sums.microbatches import (
@@ -41,6 +48,8 @@ from numpyro_dp.sums.microbatches import (
 )
 from numpyro_dp.sums.products import is_worthwhile, longest_product, product_error, product_sum
 
+_PARTS = (0, 0, None)  # rows of a record have their own slopes and share its factors
+
 
 def record_lengths(estimator: Estimator, public: PyTree, arrays: PyTree) -> tuple[Array, ...]:
     """Returns lengths of the records' factors that are the same in each step, each of shape (N,).
@@ -50,13 +59,16 @@ def record_lengths(estimator: Estimator, public: PyTree, arrays: PyTree) -> tupl
 
     The values of ``public`` do not matter.
     """
+    if (centring := estimator.centring) is not None:
+        estimator = centring.estimator
     if estimator.factored is None:
         return ()
-    cut = _cut(estimator.factored, public, arrays)
+    row = row_of(centring, public, first_of(arrays))
+    cut = _cut(estimator.factored, public, row, centring is not None)
     # A derived factor is computed in each step anyway, and must not be rounded in two ways.
     wanted = [c for c in cut.contractions if c.outer and not c.derived]
     return tuple(
-        jax.vmap(lambda example, c=c: _length(c.record(jax.tree.leaves(example))))(arrays)
+        jax.vmap(lambda example, c=c: _length(c.record(cut.arrays(example))))(arrays)
         for c in wanted
     )
 
@@ -72,71 +84,89 @@ def factored_sum(
     live: Array,
     rows: int | None = None,
     shards: Shards = WHOLE,
-    rows_each: int = 1,
+    centring: Centring | None = None,
+    seeds: Array | None = None,
 ) -> Values:
     """The sum of :func:`numpyro_dp.sums.bounded.bounded_sum`, in microbatches of ``rows``.
 
-    A record has ``rows_each`` rows. The rows of a record together are within the clip norm.
+    With ``centring``, a record has several rows, which together are within the clip norm. They
+    share the factors of the record, and their slopes are added up before they meet these. So this
+    sum is one pass over the records too.
     """
-    cut = _cut(factored, public, examples)
-    struct = jax.eval_shape(estimator.signal, public, first_of(examples))
-    # All devices use one grid, so it is chosen for the rows of all of them.
-    names, total_rows = filled(struct), mask.size * shards.number
-    count = total_rows // rows_each
+    centred = centring is not None
+    row = row_of(centring, public, first_of(examples))
+    cut = _cut(factored, public, row, centred)
+    struct = jax.eval_shape(estimator.signal, public, row)
+    # All devices use one grid, so it is chosen for the records of all of them.
+    names, count = filled(struct), mask.size * shards.number
     blocks = mechanism.blocks(names)
     norms = norms_of(mechanism, names)
-    shapes = jax.eval_shape(cut.gradient_parts, examples)
+    one = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), (examples, seeds)
+    )
+    # Shapes for a batch of one record.
+    shapes = jax.eval_shape(lambda *x: cut.gradient_parts(with_rows(centring, public, *x)), *one)
     # The least precise dtype of any value decides how much rounding the margin has to cover.
     coarse = coarsest(jax.tree.leaves((shapes, struct, cut.leaves, cut.record_factors(examples))))
     chosen: dict[int, int] = {}
     # Products of matrices sum leaves of the gradient, so coordinates have to be such leaves.
     if factored.selects:
-        chosen = _as_products(cut, shapes, examples, coarse, total_rows)
-    error = product_error(total_rows, coarse) if chosen else 0.0
-    longest = longest_product(total_rows, coarse)
+        chosen = _as_products(cut, shapes, examples, coarse, count, centred)
+    error = product_error(count, coarse) if chosen else 0.0
+    longest = longest_product(count, coarse)
     # One margin for both roundings: of the exact sums to a grid, and of the products of matrices.
+    rows_each = centring.number + 1 if centring else 1
     margin = 1 / (1 / margin_of(struct, count, coarse, rows_each) + error)
     plans = [_plan(cut, chosen, members) for members in blocks]
     core = _core(cut)
 
-    def of_rows(records: PyTree, mask: Array) -> tuple[list[PyTree], tuple[Array, ...]]:
-        examples, lengths = records
-        parts = pinned(live, cut.gradient_parts, examples)
-        batch = parts, examples, lengths
+    def of_rows(inputs: PyTree, mask: Array) -> tuple[list[PyTree], tuple[Array, ...]]:
+        records, lengths, seeds = inputs
+
+        def with_parts(records: PyTree, seeds: Array | None) -> tuple[PyTree, Array | None]:
+            rows = with_rows(centring, public, records, seeds)
+            return cut.gradient_parts(rows), rows[-1] if centred else None
+
+        # The last array of a centred row is the probability of its outcome.
+        parts, probs = pinned(live, with_parts, records, seeds)
+        batch = parts, records, lengths
         # The norm and the sum must read the same rounded values. If the coordinates are leaves of
         # the gradient, it is enough that its parts are pinned. Else the coordinates are pinned.
         if factored.selects:
-            terms = [lambda at, b=members: core(b, False, rows_of(batch)(at)) for members in blocks]
-            sizes = [core(members, True, batch) for members in blocks]
+            sizes = [core(members, True, centred, batch) for members in blocks]
         else:
-            sizes = pinned(live, lambda rows: [core(b, False, rows) for b in blocks], batch)
-            terms = [rows_of(size) for size in sizes]
+            sizes = pinned(live, lambda *b: [core(m, False, centred, b) for m in blocks], *batch)
         # Squares, because a mechanism may join blocks, and the root would round once more.
-        squares = tuple(jax.vmap(squared_norm)(size) for size in sizes)
+        squares = tuple(row_norms(size, centred) for size in sizes)
         sums = []
-        # The last array of a centred row is the probability of its outcome.
-        probs = examples[-1:] if rows_each > 1 else ()
+        probs = (probs,) if centred else ()
         for at, factor in enumerate(mechanism.scales(names, squares, margin, *probs)):
+            held = parts if factored.selects else sizes[at]
+            if centred:
+                held = _of_records(parts, factor) if factored.selects else sum_of_rows(held, factor)
+                factor = counted_records(factor)
             # Padding of a batch is some record too. Its weight is 0, so it adds exactly 0.
             weights = jnp.where(mask, factor, 0)
 
-            def rest(rows: slice, at: int = at) -> list[Array]:
-                found = jax.tree.leaves(terms[at](rows))
-                return [found[place] for place in plans[at].rest]
+            def rest(rows: slice, at: int = at, held: PyTree = held) -> list[Array]:
+                found = rows_of(held)(rows)
+                if factored.selects:
+                    found = core(blocks[at], False, False, (found, *rows_of(batch[1:])(rows)))
+                return [jax.tree.leaves(found)[place] for place in plans[at].rest]
 
             exact = partial_sum(rest, weights, norms[at], count) if plans[at].rest else []
             each = {
-                place: _product(cut, parts, examples, chosen[leaf], weights, longest)
+                place: _product(cut, held, records, chosen[leaf], weights, longest)
                 for place, leaf in plans[at].products.items()
             }
             sums.append((exact, each))
-        return sums, squares
+        return sums, tuple(square[0] for square in squares) if centred else squares
 
     # Rows are chosen by what a record keeps in memory: parts of its gradient, and coordinates that
     # are not such parts.
-    kept = first_of(shapes), [] if factored.selects else [plan.like for plan in plans]
+    kept = shapes, [] if factored.selects else [plan.like for plan in plans] * rows_each
     few = suitable_rows(kept) if rows is None else rows
-    sums, squares = over_microbatches(of_rows, (examples, lengths), mask, few, shards)
+    sums, squares = over_microbatches(of_rows, (examples, lengths, seeds), mask, few, shards)
     # Shapes of the signal, until the blocks below replace them by sums. Empty entries stay.
     total = struct | extra_sums(mechanism, names, squares, margin, mask, shards)
     for plan, members, norm, found in zip(plans, blocks, norms, sums, strict=True):
@@ -145,21 +175,29 @@ def factored_sum(
     return total
 
 
-def _core(cut: _Cut) -> Callable[[tuple[str, ...], bool, PyTree], PyTree]:
-    """Returns a function from rows of (parts, examples, lengths) to the coordinates of a block.
+def _core(cut: _Cut) -> Callable[[tuple[str, ...], bool, bool, PyTree], PyTree]:
+    """Returns a function from rows of (parts, records, lengths) to the coordinates of a block.
 
-    With ``norms_only`` it may return smaller arrays of the same norm.
+    With ``norms_only`` it may return smaller arrays of the same norm. If ``centred``, parts have an
+    axis for the rows of a record.
     """
 
-    @functools.partial(jax.jit, static_argnums=(0, 1))  # traced once for all microbatches
-    def core(members: tuple[str, ...], norms_only: bool, rows: PyTree) -> PyTree:
-        def one(parts: PyTree, example: PyTree, lengths: tuple[Array, ...]) -> PyTree:
-            arrays, known = jax.tree.leaves(example), lengths if norms_only else None
-            return widen(cut.core(_assemble(cut, parts, arrays, known), members))
+    @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # traced once for all microbatches
+    def core(members: tuple[str, ...], norms_only: bool, centred: bool, rows: PyTree) -> PyTree:
+        def one(parts: PyTree, record: PyTree, lengths: tuple[Array, ...]) -> PyTree:
+            known = lengths if norms_only else None
+            return widen(cut.core(_assemble(cut, parts, cut.arrays(record), known), members))
 
-        return jax.vmap(one)(*rows)
+        each = jax.vmap(one)
+        return (jax.vmap(each, (_PARTS, None, None)) if centred else each)(*rows)
 
     return core
+
+
+def _of_records(parts: PyTree, weights: Array) -> PyTree:
+    """The weighted sums of the parts of the rows of each record, which share its factors."""
+    *slopes, factors = parts
+    return (*sum_of_rows(slopes, weights), factors)
 
 
 def _placed(plan: _Plan, sums: PyTree, norm: Number | None, count: int) -> PyTree:
@@ -201,7 +239,7 @@ def _plan(cut: _Cut, chosen: dict[int, int], members: tuple[str, ...]) -> _Plan:
 
 
 def _as_products(
-    cut: _Cut, shapes: PyTree, examples: PyTree, coarse: DTypeLike, batch: int
+    cut: _Cut, shapes: PyTree, records: PyTree, coarse: DTypeLike, batch: int, centred: bool
 ) -> dict[int, int]:
     """Leaves that are summed as products of matrices -> numbers of their contractions."""
     at_products, _, factors = shapes
@@ -209,30 +247,31 @@ def _as_products(
     for number, c in enumerate(cut.contractions):
         slopes = at_products[number]
         # With one slope for each record the gradient is as small as the factor: nothing is saved.
-        if not c.outer or len(slopes.shape) < 2:
+        slope = slopes.shape[1 + centred :]
+        if not c.outer or not slope:
             continue
         factor = factors[number]
         if factor is None:
-            factor = jax.eval_shape(lambda rows, c=c: _own_factors(c, rows), examples)
-        sizes = cut.leaves[c.leaf].shape, slopes.shape[1:], factor.shape[1:]
+            factor = jax.eval_shape(lambda rows, c=c: _own_factors(cut, c, rows), records)
+        sizes = cut.leaves[c.leaf].shape, slope, factor.shape[1:]
         if is_worthwhile(batch, coarse, *sizes):
             found[c.leaf] = number
     return found
 
 
-def _own_factors(contraction: Contraction, examples: PyTree) -> Array:
+def _own_factors(cut: _Cut, contraction: Contraction, records: PyTree) -> Array:
     # Computed again instead of kept: it only moves entries of the record.
-    return jax.vmap(lambda example: contraction.record(jax.tree.leaves(example)))(examples)
+    return jax.vmap(lambda record: contraction.record(cut.arrays(record)))(records)
 
 
 def _product(
-    cut: _Cut, parts: PyTree, examples: PyTree, number: int, weights: Array, longest: int
+    cut: _Cut, parts: PyTree, records: PyTree, number: int, weights: Array, longest: int
 ) -> Compensated:
     """The weighted sum of one leaf's gradients, by products of matrices of ``longest`` rows."""
     at_products, _, factors = parts
     contraction = cut.contractions[number]
     slopes, factor = at_products[number], factors[number]
-    factor = _own_factors(contraction, examples) if factor is None else factor
+    factor = _own_factors(cut, contraction, records) if factor is None else factor
 
     # The transpose of all rows' products is one product of matrices, moved into the leaf's shape.
     def multiply(slopes: Array, factors: Array) -> Array:
@@ -250,22 +289,27 @@ class _Cut(NamedTuple):
     Attributes:
         split: The scalar.
         leaves: Leaves of its point.
+        others: Number of leaves of an example that differ between the rows of a record.
         core: ``(leaves of a gradient, entries) -> coordinates`` of these entries of the signal.
     """
 
     split: Split
     leaves: list[Array]
+    others: int
     core: Callable[[Iterable[PyTree], tuple[str, ...]], PyTree]
 
     @property
     def contractions(self) -> tuple[Contraction, ...]:
         return self.split.contractions
 
-    def record_factors(self, examples: PyTree) -> list[jax.ShapeDtypeStruct]:
+    def arrays(self, record: PyTree) -> list[Any]:
+        """The leaves of an example. Nothing stands for what differs between its rows."""
+        return [*jax.tree.leaves(record), *[None] * self.others]
+
+    def record_factors(self, records: PyTree) -> list[jax.ShapeDtypeStruct]:
         """Shapes and types of the records' own factors."""
-        first = jax.tree.leaves(first_of(examples))
-        own = [c.record for c in self.contractions if not c.derived]
-        return [jax.eval_shape(lambda *leaves, r=record: r(leaves), *first) for record in own]
+        first, own = first_of(records), [c.record for c in self.contractions if not c.derived]
+        return [jax.eval_shape(lambda x, r=factor: r(self.arrays(x)), first) for factor in own]
 
     def gradient_parts(self, examples: PyTree) -> PyTree:
         """Each record's gradients at the products and of other leaves, and derived factors.
@@ -290,16 +334,21 @@ class _Cut(NamedTuple):
                     factors[number] = None
             return at_products, at_rest, factors
 
-        return jax.vmap(parts)(examples)
+        if not self.others:
+            return jax.vmap(parts)(examples)
+        each = jax.vmap(lambda record, *row: parts((record, *row)))
+        axes = None, *[0] * (len(examples) - 1)
+        return jax.vmap(each, axes, _PARTS)(*examples)
 
 
-def _cut(factored: FactoredSignal, public: PyTree, examples: PyTree) -> _Cut:
+def _cut(factored: FactoredSignal, public: PyTree, row: PyTree, centred: bool) -> _Cut:
     leaves, treedef = jax.tree.flatten(factored.point(public))
-    point = treedef.unflatten(leaves)
-    split = split_scalar(
-        lambda p, x: factored.scalar(public, p, x), point, first_of(examples), layers=True
-    )
-    return _Cut(split, leaves, lambda gradient, members: factored.core(
+    point, scalar = treedef.unflatten(leaves), functools.partial(factored.scalar, public)
+    own = len(jax.tree.leaves(row[0] if centred else row))
+    # All rows of a record share its factors, and not the inputs of a layer.
+    split = split_scalar(scalar, point, row, layers=not centred, own=own)
+    others = len(jax.tree.leaves(row)) - own
+    return _Cut(split, leaves, others, lambda gradient, members: factored.core(
         public, treedef.unflatten(gradient), members
     ))  # fmt: skip
 

@@ -12,6 +12,7 @@ from numpyro.infer.util import log_density
 from numpyro_dp.core import Released
 from numpyro_dp.estimators import aligned, centred
 from numpyro_dp.sums.bounded import bounded_sum
+from numpyro_dp.sums.centred_sums import with_rows
 
 __all__ = ["bounded_sum_by_definition", "elbo", "less_simulated", "natural", "path_derivative"]
 
@@ -61,19 +62,17 @@ def less_simulated(pieces, key, gradient):
         return gradient
     public = estimator.prepare(key, pieces.params)
     seeds = jnp.arange(len(pieces.arrays[0]), dtype=jnp.uint32)
-    _, outcomes, probs = jax.vmap(lambda *each: estimator.centring.rows(public, *each))(
-        pieces.arrays, seeds
-    )
+    _, outcomes, probs = with_rows(estimator.centring, public, pieces.arrays, seeds)
     zeros = jax.eval_shape(
         aligned()(pieces.problem).signal, public, tuple(a[0] for a in pieces.arrays)
     )
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), zeros)
     rest = estimator.pull_back(public, Released(zeros, 0.0))  # of prior and guide
-    number = probs.shape[1]
+    number = len(probs)
     model = pieces.scenario.reference or pieces.scenario.model
 
     def drawn(j):
-        given = {n: jnp.concatenate(y[:, j]) for n, y in outcomes.items()}
+        given = {n: jnp.concatenate(y[j]) for n, y in outcomes.items()}
         scenario = pieces.scenario._replace(reference=handlers.substitute(model, given))
         return pieces._replace(scenario=scenario).elbo_gradient(key)
 

@@ -64,7 +64,7 @@ ALL = D
 SCALARS = {
     "logistic": (of_predictor(lambda eta, y: y * eta - jnp.logaddexp(0.0, eta)), 1),
     "linear": (lambda z, row: -((row["y"] - row["x"][:4] @ z[:4]) ** 2) / 2 * jnp.exp(-2 * z[4])
-        - z[4], 3),
+        - z[4], 2),
     "Poisson with intercept": (poisson_with_intercept, 1),
     "categorical": (categorical, 3),
     "group effects": (lambda z, row: -((row["y"] - z[0] - z[1:][row["k"]] - 0.0 * row["y"]) ** 2),

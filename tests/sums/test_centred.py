@@ -176,16 +176,16 @@ def test_a_record_that_is_not_finite_counts_as_0():
 
 @pytest.mark.full
 def test_one_row_that_is_not_finite_takes_the_others_out():
-    def rows(odds, example, seed):  # the coin itself, heads, tails and padding
+    def row(odds, example, seed, k):  # the coin itself, heads and tails
         heads = jax.nn.sigmoid(odds)
-        return (jnp.stack([example[0], 1.0, 0.0, 0.0]), jnp.stack([0.0, heads, 1 - heads, 0.0]))
+        return jnp.stack([example[0], 1.0, 0.0])[k], jnp.stack([0.0, heads, 1 - heads])[k]
 
     coin = Estimator(
         lambda key, odds: odds,
-        lambda odds, row: {"w": 3 * (row[0] - jax.nn.sigmoid(odds))},
+        lambda odds, row: {"w": 3 * (row[1] - jax.nn.sigmoid(odds))},
         lambda odds, released: released.total,
     )
-    centring = Centring(coin, 3, rows, listed=True)
+    centring = Centring(coin, 2, row, listed=True)
     mechanism = build_mechanism(GaussianMechanism(), ClipNorm.of(0.5), 1.0, 100.0)
     for outcome, counts in ((1.0, True), (np.nan, False)):
         found = bounded_sum(

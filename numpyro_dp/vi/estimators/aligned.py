@@ -172,9 +172,16 @@ def observed(
     def mean_of(latents: dict[str, Array]) -> Array:
         return _joined(latents, jnp.mean if many else None)
 
-    # Not all guides know their mean, so the mean of a few other draws stands for it.
-    keys = jax.random.split(jax.random.fold_in(public.rng_key, 2), _OTHER_DRAWS)
-    others = jax.vmap(lambda key: mean_of(problem.draw(public.params, key)[0]))(keys)
+    point, mean = mean_of(public.latents), problem.mean(public.params)
+    if mean is not None:
+        shift = point - _joined(mean, None)
+    else:
+        # The mean of a few other draws stands for the mean of the guide.
+        keys = jax.random.split(jax.random.fold_in(public.rng_key, 2), _OTHER_DRAWS)
+        others = jax.vmap(lambda key: mean_of(problem.draw(public.params, key)[0]))(keys)
+        # With K others, point - mean has a variance larger by 1 / K than its covariance with the
+        # point.
+        shift = (point - jnp.mean(others, axis=0)) * (_OTHER_DRAWS / (_OTHER_DRAWS + 1))
     squares = jax.tree.map(jnp.ones_like, score)
     if change is not None:
         values, unravel = ravel_pytree(score)
@@ -183,9 +190,6 @@ def observed(
         squares = jax.tree.map(lambda leaf: jnp.sum(leaf**2, axis=0), rows)
     total = jnp.sum if many else None
     noise = released.noise_scale * jnp.sqrt(_joined(squares, total))
-    point = mean_of(public.latents)
-    # With K others, point - mean has a variance larger by 1 / K than its covariance with the point.
-    shift = (point - jnp.mean(others, axis=0)) * (_OTHER_DRAWS / (_OTHER_DRAWS + 1))
     return Observation(point, shift, _joined(score, total), noise)
 
 
