@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 
+import jax
 import optax
 from jax import Array
+from numpyro import handlers
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
-from numpyro_dp.core import PyTree
+from numpyro_dp.core import Args, Kwargs, PyTree
 from numpyro_dp.laplace.dplaplace import DPLaplace
 from numpyro_dp.model.frames import as_arrays
+from numpyro_dp.model.frontend import arguments_key
+from numpyro_dp.model.held import is_array
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.structure import find_data_plate
 from numpyro_dp.model.units import number_of_units, split_unit
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.sampling import FullBatch, Poisson
+from numpyro_dp.run.checkpoint import traced
 from numpyro_dp.run.settings import Privacy
 from numpyro_dp.vi.dpsvi import DPSVI
 
 __all__ = ["fit"]
 
 _STEPS, _BATCH, _CLIP = 2000, 1000, 1.0
+# Drivers of the last calls, because compiling their programs takes longer than a run.
+_kept: OrderedDict[Hashable, DPLaplace] = OrderedDict()
+_MOST_KEPT = 8
 
 
 def fit(
@@ -45,6 +54,9 @@ def fit(
     :class:`~numpyro_dp.DPSVI` with a mean-field guide. ``print`` of the result shows the method and
     the reason. Choice and settings depend on model and shapes alone. For devices, streaming and
     other settings, use the driver itself.
+
+    The first call with a model compiles its programs. Later calls with the same function and shapes
+    use them again, for any budget.
 
     Args:
         model: A NumPyro model with a plate over records.
@@ -94,7 +106,7 @@ def fit(
     if epsilon is not None:
         budget = PrivacyBudget(epsilon, delta)
     privacy = Privacy(public=public, max_rows_per_unit=max_rows_per_unit)
-    laplace = DPLaplace(model, budget=budget, privacy=privacy)
+    laplace = _with_programs(DPLaplace(model, budget=budget, privacy=privacy), args, kwargs)
     try:
         laplace.plan(*args, **kwargs)  # refuses a model before the budget is touched
     except UnsupportedModelError as refusal:
@@ -116,3 +128,52 @@ def fit(
     note = f"DPLaplace does not take this model: {reason.split('. ')[0]}."
     found.notes = (*found.notes, note)
     return found
+
+
+def _with_programs(driver: DPLaplace, args: Args, kwargs: Kwargs) -> DPLaplace:
+    """Gives a driver the compiled programs of an earlier call with the same model, and keeps it."""
+    model, privacy = driver.model, driver.settings.privacy
+    rows, public = privacy.max_rows_per_unit, privacy.public
+    names = (public,) if isinstance(public, str) else tuple(jax.tree.leaves(public))
+    try:
+        shapes, computed = arguments_key(args, kwargs, rows), _computed(model, args, kwargs, rows)
+        key = model, shapes, computed, rows, names
+        earlier = _kept.pop(key, None)
+    except Exception:  # an array among the public values, or a model that the driver will refuse
+        return driver
+    if earlier is not None:
+        driver.share(earlier)
+    _kept[key] = driver
+    while len(_kept) > _MOST_KEPT:
+        _kept.popitem(last=False)
+    return driver
+
+
+def _computed(
+    model: Callable[..., object], args: Args, kwargs: Kwargs, max_rows: int | None
+) -> Hashable:
+    """What a model computes for arguments of these shapes.
+
+    A function may read globals that have changed since its last call.
+    """
+    kwargs = split_unit(kwargs, max_rows)[1]
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    places = [place for place, leaf in enumerate(leaves) if is_array(leaf)]
+    sites = []
+
+    def densities(key: Array, arrays: list[Array]) -> PyTree:
+        given = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            given[place] = array
+        args, kwargs = jax.tree.unflatten(treedef, given)
+        trace = handlers.trace(handlers.seed(model, key)).get_trace(*args, **kwargs)
+        for site in trace.values():
+            observed, frames = site.get("is_observed"), site.get("cond_indep_stack")
+            sites.append((site["name"], site["type"], type(site["fn"]), observed, str(frames)))
+        draws = [site for site in trace.values() if site["type"] == "sample"]
+        scaled = [(site["scale"], site["fn"].log_prob(site["value"])) for site in draws]
+        return scaled, [site["value"] for site in trace.values()]
+
+    shapes = [jax.ShapeDtypeStruct(leaves[place].shape, leaves[place].dtype) for place in places]
+    program = traced(densities, (jax.random.key(0), shapes), ())[0]
+    return program, tuple(sites)

@@ -1,4 +1,4 @@
-"""How long does DPLaplace take from the call to the posterior, and how much memory?
+"""How long does `fit` take from the call to the posterior, and how much memory?
 
 Logistic regression on 20 normal columns. "fresh" is the first call in a process of its own, after
 imports, compilation included; "warm" is the next call with other keys. Medians over processes. The
@@ -22,7 +22,7 @@ from common import experiment_parser, save
 START = """
 import resource, time
 import jax, jax.numpy as jnp, numpy as np, numpyro, numpyro.distributions as dist
-from numpyro_dp import DPLaplace, PrivacyBudget
+from numpyro_dp import DPLaplace, PrivacyBudget, fit
 
 def model(x, y=None):
     w = numpyro.sample("w", dist.Normal(0, 1).expand([x.shape[1]]).to_event(1))
@@ -38,7 +38,7 @@ driver = DPLaplace(model, budget=PrivacyBudget(1.0, 1e-5))
 x, y = made(20_000)
 def run(seed):
     begin = time.perf_counter()
-    posterior = driver.run(jax.random.key(seed), x, y)
+    posterior = fit(model, x, y, epsilon=1.0, rng_key=jax.random.key(seed), progress_bar=False)
     jax.block_until_ready(posterior.sample(jax.random.key(1), 1000))
     return time.perf_counter() - begin
 """

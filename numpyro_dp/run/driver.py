@@ -369,6 +369,15 @@ class Driver(abc.ABC):
         twin.settings, twin._sessions = settings, {}
         return twin
 
+    def with_budget(self, settings: RunSettings) -> Self:
+        """Returns a driver with settings that differ in the budget, with the compiled programs."""
+        twin = copy.copy(self)
+        # A budget sets the noise, which a program reads from the state.
+        sessions = self._sessions.items()
+        twin._sessions = {key: session.with_settings(settings) for key, session in sessions}
+        twin.settings = settings
+        return twin
+
     def sweep(
         self,
         rng_keys: Array,

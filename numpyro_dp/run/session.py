@@ -150,6 +150,12 @@ class Session:
         self._loop_many = jax.jit(jax.vmap(alone, in_axes=(0, 0, None, None, None, None)))
         self._streams: dict[int, Session] = {}  # sessions for streamed batches, by batch size
 
+    def with_settings(self, settings: RunSettings) -> Session:
+        """Returns the same compiled functions with settings that differ in the budget."""
+        twin = copy.copy(self)
+        twin.settings = settings
+        return twin
+
     def identity(self, *public: PublicArray) -> RunIdentity:
         """Returns what all steps of a new run share. ``public`` joins the model's public arrays."""
         settings, records = self.settings, self.problem.records

@@ -216,6 +216,38 @@ def test_fit_takes_it_where_it_can_and_says_why_not():
     assert any("not take this model: A prior of this model has no sampler" in n for n in notes)
 
 
+MEAN_OF_SLOPES = 0.0
+
+
+def test_fit_compiles_a_model_once_and_sees_when_it_changes(monkeypatch):
+    """Not again for other budgets and keys, but when a global that the model reads has changed."""
+    programs = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, _, **__: programs.append(name) if "backend_compile" in name else None
+    )
+    model = given(
+        lambda x, w: dist.Bernoulli(logits=x @ w),
+        w=lambda x: dist.Normal(MEAN_OF_SLOPES, 0.01).expand([D]).to_event(1),
+    )
+    x, y = records()
+
+    def run(key, **options):
+        del programs[:]
+        found = fit(model, x, y, rng_key=jax.random.key(key), progress_bar=False, **options)
+        return found, len(programs)
+
+    first, compiled = run(0, epsilon=1.0)
+    second, again = run(1, budget=PrivacyBudget(0.5, 1e-6))
+    assert again < 4 < compiled
+    assert 0.45 < second.privacy.epsilon <= 0.5 and second.privacy.delta == 1e-6
+    assert 0.9 < first.privacy.epsilon <= 1
+    monkeypatch.setitem(globals(), "MEAN_OF_SLOPES", 3.0)
+    third, _ = run(2, epsilon=1.0)
+    assert (np.abs(first.summary()["w"]["mean"]) < 0.1).all()
+    assert (np.abs(third.summary()["w"]["mean"] - 3) < 0.1).all()
+    jax.monitoring.clear_event_listeners()
+
+
 def two_memberships(first, second, y):
     effect = numpyro.sample("effect", dist.Normal(0, 1).expand([6]).to_event(1))
     with numpyro.plate("rows", first.shape[0]):
