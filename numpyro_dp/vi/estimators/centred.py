@@ -27,8 +27,8 @@ def centred(
     it, the fit is almost the same for every clip norm, and a small norm only costs information. The
     expectation is over all outcomes of a record if there are at most 16, such as 0 and 1. Otherwise
     the model draws two outcomes in each step, and the differences of the signals are clipped. These
-    are longer than signals: for normal outcomes by 1.4. So a step computes several gradients for
-    each record.
+    are longer than signals: for normal outcomes by 1.4. A step computes a slope for each outcome.
+    The columns of a generalised linear model are read once for all of them.
 
     Args:
         estimator: :func:`~numpyro_dp.estimators.aligned`, or another estimator of this module.
