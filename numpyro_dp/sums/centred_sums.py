@@ -98,9 +98,14 @@ def sum_of_rows(tree: PyTree, weights: Array) -> PyTree:
 
     def summed(leaf: Array) -> Array:
         own = weights.reshape(*weights.shape, *[1] * (leaf.ndim - 2))
-        return jnp.sum(jnp.where(jnp.abs(own) > 0, leaf, 0) * own, axis=0)
+        return _total(jnp.where(jnp.abs(own) > 0, leaf, 0) * own)
 
     return jax.lax.optimization_barrier(jax.tree.map(summed, tree))
+
+
+def _total(rows: Array) -> Array:
+    """The sum over a short leading axis. XLA fuses it with what makes the rows, unlike a sum."""
+    return functools.reduce(jnp.add, rows)
 
 
 def counted_records(weights: Array) -> Array:
@@ -127,8 +132,7 @@ def centred_mechanism(mechanism: Mechanism, centring: Centring) -> Mechanism:
         room = margin * (1 - 8 * (centring.number + 1) * float(jnp.finfo(squares[0].dtype).eps))
         probs = probs.astype(squares[0].dtype)
         if centring.listed:  # the sum is at most 1, whatever values the record holds
-            probs = probs.at[0].set(0)
-            probs = probs / jnp.maximum(jnp.sum(probs, axis=0), 1)
+            probs = probs / jnp.maximum(_total(probs[1:]), 1)
         finite = jnp.all(jnp.stack([jnp.isfinite(square) for square in squares]), axis=0)
         whole = jnp.all(finite, axis=0)
         each = mechanism.scales(names, tuple(square.reshape(-1) for square in squares), room)
@@ -143,18 +147,18 @@ def centred_mechanism(mechanism: Mechanism, centring: Centring) -> Mechanism:
             own, others = factor[:1], factor[1:]
             rest = probs[1:] * (1 - others)
             # The correction is at most this long, by the triangle inequality.
-            added = jnp.sum(jnp.abs(rest) * sizes[1:], axis=0)
+            added = _total(jnp.abs(rest) * sizes[1:])
             # Without a clip norm nothing is clipped, so nothing is added.
             limit = 1.0 if norms is None else room * jnp.asarray(norms[at], added.dtype)
             # The own row has at most the norm `limit`, and the correction `added`. The quotient
             # brings their sum back to `limit`.
             scales = limit / (limit + added) * jnp.concatenate([own, rest])
             # The own outcome is one of those listed, so this minimum does not tell which one it is.
-            least = jnp.min(factor, axis=0)
-            sole = jnp.zeros_like(scales).at[0].set(least)
+            least = functools.reduce(jnp.minimum, factor)
+            sole = jnp.concatenate([least[None], jnp.zeros_like(rest)])
             informed = probs[1:] * sizes[1:] ** 2
-            counted = limit / (limit + added) * jnp.sum(informed * others, axis=0)
-            better = counted > least * jnp.sum(informed, axis=0)
+            counted = limit / (limit + added) * _total(informed * others)
+            better = counted > least * _total(informed)
             scales = jnp.where(better & (not centring.scaled), scales, sole)
             found.append(jnp.where(whole, scales, 0))
         return tuple(found)
