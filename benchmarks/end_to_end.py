@@ -44,6 +44,12 @@ def masked_model(features, label, mask):
 
 def floor(data, sampler):
     """Non-private SVI in one scan, with the sampler inside, as a function of the steps."""
+    scan, *start = floor_scan(data, sampler)
+    return lambda num_steps: scan(num_steps, *start)[0].optim_state
+
+
+def floor_scan(data, sampler):
+    """The compiled scan, and its arguments after the number of steps."""
     features, label = data
     svi = SVI(masked_model, AutoDiagonalNormal(masked_model), optax.adam(1e-3), Trace_ELBO())
     start = sampler.init(secret_key(0), NUM_EXAMPLES)
@@ -61,7 +67,7 @@ def floor(data, sampler):
 
         return lax.scan(step, (state, batches), None, length=num_steps)[0]
 
-    return lambda num_steps: scan(num_steps, state, start, features, label)[0].optim_state
+    return scan, state, start, features, label
 
 
 def full_floor(data):
