@@ -56,6 +56,7 @@ from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.records import Records, Rows
 
 _REPLICATES = 2
+_GOLDEN = 0.6180339887  # multiples of it are evenly spread, and not in step with those of 1 / R
 # Draws stay near the mean. This causes no bias, because each draw alone gives a score of mean 0 at
 # the truth, with the curvature as its slope. Under the wide prior of a scale, a far draw has scores
 # a thousand times as large as the others. The weight that bounds all scores would then be nearly 0.
@@ -288,18 +289,26 @@ def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tu
     outcomes, (score_clip, curvature_clip, _) = scores.outcomes, request.clips
     number = len(draws)
     others = partners(draws, request.kind)
+    key, level_key = jax.random.split(key)
     keys = jax.random.split(key, (number, _REPLICATES))
+    # Evenly spread over the distribution, so that few outcomes give a good mean. Each level alone
+    # is uniform, and the two halves are independent.
+    start = jax.random.uniform(level_key, (_REPLICATES, 2), draws.dtype)
+    steps = jnp.asarray([1 / number, _GOLDEN], draws.dtype)
+    levels = (jnp.arange(number)[:, None, None] * steps + start) % 1
 
-    def at(draw: Array, partner: Array, keys: Array) -> tuple[PyTree, ...]:
-        def replicate(key: Array) -> tuple[Values, Array, Array]:
-            outcome = outcomes.simulate(partner, scores.example, key)
+    def at(draw: Array, partner: Array, keys: Array, levels: Array) -> tuple[PyTree, ...]:
+        def replicate(key: Array, levels: Array) -> tuple[Values, Array, Array]:
+            # Without the barrier, XLA may simulate again for each reader.
+            outcome = outcomes.simulate(partner, scores.example, key, levels)
+            outcome = lax.optimization_barrier(outcome)
             one, other = scores.at(draw, outcome), scores.at(partner, outcome, weighted=False)
             return outcome, one, other
 
         moments = outcomes.moments(draw, scores.example) if outcomes.scalar else (0.0, 1.0)
-        return moments, scores.at(draw, scores.own), *jax.vmap(replicate)(keys)
+        return moments, scores.at(draw, scores.own), *jax.vmap(replicate)(keys, levels)
 
-    (mean, variance), own, outcome, there, slope = jax.vmap(at)(draws, others, keys)
+    (mean, variance), own, outcome, there, slope = jax.vmap(at)(draws, others, keys, levels)
     there, norm = scores.bounded(there)
     slope, slope_norm = scores.bounded(slope)
     clipped, short = shortened(there, norm, score_clip), jnp.minimum(norm, score_clip)

@@ -79,7 +79,12 @@ class Scores:
         """The coordinates a of the score of an outcome, shape (p,)."""
         waist = self._waists[weighted or not self.outcomes.weighted]
         given = (self.example, outcome)
-        return jax.grad(waist.rest)(waist.values(draw, given), given)
+        values = waist.values(draw, given)
+        if waist.size > _FEW:
+            return jax.grad(waist.rest)(values, given)
+        # One coordinate at a time: XLA does not vectorise what it computes while it joins them.
+        of_each = jax.grad(lambda each: waist.rest(jnp.stack(each), given))(list(values))
+        return jnp.stack(lax.optimization_barrier(of_each))
 
     def bounded(self, slopes: Array) -> tuple[Array, Array]:
         """The coordinates, set to 0 for scores that are not finite, and the norms of the scores."""

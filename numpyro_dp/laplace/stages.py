@@ -28,6 +28,7 @@ from numpyro_dp.laplace.schedule import (
     NEAR,
     NOISE_FAR,
     PAIRS,
+    PAIRS_LISTED,
     SHARE_FAR,
     Kind,
     Schedule,
@@ -373,7 +374,7 @@ class Stages(Driver):
 
     def __init__(self, settings: RunSettings, outcomes: Outcomes, groups: np.ndarray) -> None:
         pairs = pairs_of(groups)
-        scores = staged_scores(outcomes, PAIRS, pairs)
+        scores = staged_scores(outcomes, PAIRS_LISTED if outcomes.number else PAIRS, pairs)
         method = Method(scores, StageOptimizer(pairs, has_tail(outcomes)), ("DPLaplace",))
         super().__init__(method, settings)
         self._outcomes = outcomes

@@ -124,14 +124,20 @@ class Outcomes(NamedTuple):
         """Whether a record has an outcome in its support, and indices inside their tables."""
         return self.model.possible(self.latents(jnp.zeros(self.size)), example, self.shared)
 
-    def simulate(self, flat: Array, example: Arrays, rng_key: Array) -> Values:
-        """Draws an outcome of one record. Does not read the observed outcome."""
+    def simulate(
+        self, flat: Array, example: Arrays, rng_key: Array, levels: Array | None = None
+    ) -> Values:
+        """Draws an outcome of one record. Does not read the observed outcome.
+
+        A single value may be drawn at ``levels`` of its distribution
+        (:func:`~numpyro_dp.model.simulated.drawn`).
+        """
         if self._of_units:
             *rows, counted = example
             keys = jax.random.split(rng_key, counted.size)
             by_row = self._by_row
             return jax.vmap(lambda row, key: by_row.simulate(flat, row, key))(tuple(rows), keys)
-        drawn = self._drawn(flat, example, rng_key)
+        drawn = self._drawn(flat, example, rng_key, levels if self.scalar else None)
         sites = self._sites(flat, example)
         kinds = {site["name"]: jnp.asarray(site["value"]).dtype for site in sites}
         # Counts may be stored as floats, and values as integers.
@@ -234,13 +240,16 @@ class Outcomes(NamedTuple):
             found *= jnp.asarray(factor, float).reshape(())
         return found
 
-    def _drawn(self, flat: Array, example: Arrays, rng_key: Array) -> dict[str, Array]:
+    def _drawn(
+        self, flat: Array, example: Arrays, rng_key: Array, levels: Array | None = None
+    ) -> dict[str, Array]:
         own_key, rest_key = jax.random.split(rng_key)
         keys = dict(zip(self._names, jax.random.split(own_key, len(self._names)), strict=True))
 
         def draw(msg: Site) -> None:
             if msg["type"] == "sample" and msg["name"] in keys:
-                msg["value"], msg["is_observed"] = _drawn(msg["fn"], keys[msg["name"]]), False
+                found = _drawn(msg["fn"], keys[msg["name"]], levels)
+                msg["value"], msg["is_observed"] = found, False
 
         trace = self._trace(altered(self.model.fn, draw), flat, example, rest_key)
         return {name: trace[name]["value"] for name in self._names}
@@ -407,12 +416,12 @@ def _check_drawable(site: Site) -> None:
         censoring.check_base(name, fn)
 
 
-def _drawn(fn: Any, rng_key: Array) -> Array:
+def _drawn(fn: Any, rng_key: Array, levels: Array | None) -> Array:
     own = unwrapped(fn)
     # An expansion to more entries needs a draw for each of them.
     if np.prod(own.shape()) != np.prod(fn.shape()):
         return fn.sample(rng_key)
-    return drawn(own, rng_key).reshape(fn.shape())
+    return drawn(own, rng_key, levels).reshape(fn.shape())
 
 
 class _without_weights(Messenger):  # noqa: N801

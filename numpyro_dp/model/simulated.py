@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import numpyro.distributions as dist
 from jax import Array, lax
 from jax.typing import ArrayLike
@@ -22,45 +23,61 @@ _LARGE = 10.0  # For larger means, the expansion is wrong in less than 1 of 2,00
 # At smaller means, a count exceeds this with a probability below 1e-11. A uniform number of float32
 # resolves 1e-7, so the tail beyond that is never drawn.
 _STEPS = 40
+# Single values whose distribution function NumPyro inverts.
+_INVERTED = (
+    dist.Normal, dist.Laplace, dist.Logistic, dist.Cauchy, dist.Gumbel, dist.Exponential,
+    dist.Uniform,
+)  # fmt: skip
 _TRIES = 4  # Each try of a gamma is accepted with probability 0.95.
 
 
-def drawn(fn: Any, rng_key: Array) -> Array:
-    """Draws from a distribution: in a fixed number of operations if it can, else ``fn.sample``."""
+def drawn(fn: Any, rng_key: Array, levels: Array | None = None) -> Array:
+    """Draws from a distribution: in a fixed number of operations if it can, else ``fn.sample``.
+
+    Args:
+        fn: The distribution.
+        rng_key: Key of the draw.
+        levels: Two independent uniform numbers (2,), for a single value. If its distribution
+            function can be inverted, the draw is the value at the first level. A gamma takes it
+            for its first try. A mixture takes the second one for what is drawn last. So draws with
+            even levels are evenly spread.
+    """
     if not type(fn).__module__.startswith("numpyro."):  # a subclass has its own sampler
         return fn.sample(rng_key)
     first, second = jax.random.split(rng_key)
+    level, last = (None, None) if levels is None else levels
     kind = type(fn)  # narrowed in place of fn: NumPyro's own types of parameters are too wide
 
     def whole(values: ArrayLike) -> Array:  # each entry of a batch is drawn by itself
         return jnp.broadcast_to(values, fn.batch_shape)
 
     if issubclass(kind, dist.Poisson):
-        return _poisson(rng_key, whole(fn.rate)).astype(jnp.int32)
+        return _poisson(rng_key, whole(fn.rate), level).astype(jnp.int32)
     if issubclass(kind, dist.GammaPoisson):  # negative binomial
-        rate = _gamma(first, whole(fn.concentration)) / fn.rate
-        return _poisson(second, rate).astype(jnp.int32)
+        rate = _gamma(first, whole(fn.concentration), level) / fn.rate
+        return _poisson(second, rate, last).astype(jnp.int32)
     if issubclass(kind, dist.BinomialProbs | dist.BinomialLogits):
-        return _binomial(rng_key, fn.total_count, whole(fn.probs)).astype(jnp.int32)
+        return _binomial(rng_key, fn.total_count, whole(fn.probs), level).astype(jnp.int32)
     if issubclass(kind, dist.BetaBinomial):
         probs = _beta(first, whole(fn.concentration1), whole(fn.concentration0))
-        return _binomial(second, fn.total_count, probs).astype(jnp.int32)
+        return _binomial(second, fn.total_count, probs, level).astype(jnp.int32)
     if issubclass(kind, ZeroInflatedProbs):
         none = jax.random.bernoulli(second, whole(fn.gate))
-        return jnp.where(none, 0, drawn(fn.base_dist, first))
+        return jnp.where(none, 0, drawn(fn.base_dist, first, levels))
     if issubclass(kind, dist.Gamma):
-        return _gamma(rng_key, whole(fn.concentration)) / fn.rate
+        return _gamma(rng_key, whole(fn.concentration), level) / fn.rate
     if issubclass(kind, dist.Beta):
-        return _beta(rng_key, whole(fn.concentration1), whole(fn.concentration0))
+        return _beta(rng_key, whole(fn.concentration1), whole(fn.concentration0), level, last)
     if issubclass(kind, dist.StudentT):
         df = whole(fn.df)
-        spread = jnp.sqrt(df / (2 * _gamma(first, df / 2)))
-        return fn.loc + fn.scale * spread * jax.random.normal(second, df.shape)
+        spread = jnp.sqrt(df / (2 * _gamma(first, df / 2, level)))
+        normal = _normal_of(_uniform(second, df, last))
+        return fn.loc + fn.scale * spread * normal
     wrapped = issubclass(kind, dist.Independent | dist.ExpandedDistribution)
     if wrapped and math.prod(fn.shape()) == math.prod(fn.base_dist.shape()):
-        return drawn(fn.base_dist, rng_key).reshape(fn.shape())
+        return drawn(fn.base_dist, rng_key, levels).reshape(fn.shape())
     if kind.sample is dist.TransformedDistribution.sample:  # such as InverseGamma
-        value = drawn(fn.base_dist, rng_key)
+        value = drawn(fn.base_dist, rng_key, levels)
         for transform in fn.transforms:
             value = transform(value)
         return value
@@ -69,35 +86,43 @@ def drawn(fn: Any, rng_key: Array) -> Array:
         chosen = fn.mixing_distribution.sample(second)[..., None]
         chosen = jnp.broadcast_to(chosen, (*values.shape[:-1], 1))
         return jnp.take_along_axis(values, chosen, axis=-1)[..., 0]
+    if level is not None and issubclass(kind, _INVERTED):
+        return fn.icdf(whole(jnp.clip(level, 1e-7, 1 - 1e-7)))
+    if level is not None and issubclass(kind, dist.Weibull):
+        return fn.scale * whole(-jnp.log1p(-jnp.clip(level, 1e-7, 1 - 1e-7))) ** (
+            1 / fn.concentration
+        )
     return fn.sample(rng_key)
 
 
-def _beta(rng_key: Array, one: ArrayLike, other: ArrayLike) -> Array:
+def _beta(rng_key: Array, one: ArrayLike, other: ArrayLike, *levels: Array | None) -> Array:
     first, second = jax.random.split(rng_key)
-    one, other = _gamma(first, one), _gamma(second, other)
+    level, last = levels or (None, None)
+    one, other = _gamma(first, one, level), _gamma(second, other, last)
     return jnp.clip(one / (one + other), 1e-7, 1 - 1e-7)
 
 
-def _gamma(rng_key: Array, shape: ArrayLike) -> Array:
+def _gamma(rng_key: Array, shape: ArrayLike, level: Array | None = None) -> Array:
     """A gamma of scale 1: the first accepted of some tries by Marsaglia and Tsang (2000)."""
     shape = jnp.asarray(shape, jnp.result_type(float))
-    normal_key, uniform_key, boost_key = jax.random.split(rng_key, 3)
     few = shape < 1
-    level = jnp.where(few, shape + 1, shape) - 1 / 3
-    normal = jax.random.normal(normal_key, (_TRIES, *shape.shape), shape.dtype)
-    uniform = jax.random.uniform(uniform_key, normal.shape, shape.dtype, minval=1e-30)
-    cube = (1 + normal / jnp.sqrt(9 * level)) ** 3
-    good = cube > 0
-    log_cube = jnp.log(jnp.where(good, cube, 1))
-    good &= jnp.log(uniform) < normal**2 / 2 + level * (1 - cube + log_cube)
-    found = jnp.ones_like(shape)  # the mean, if no try is accepted: once in 150,000 draws
-    for one, accepted in zip(cube[::-1], good[::-1], strict=True):
-        found = jnp.where(accepted, one, found)
-    boost = jax.random.uniform(boost_key, shape.shape, shape.dtype, minval=1e-30)
-    return jnp.maximum(level * found * jnp.where(few, boost ** (1 / shape), 1), 1e-30)
+    size = jnp.where(few, shape + 1, shape) - 1 / 3
+    boost, *uniforms = _uniforms(rng_key, shape, 2 * _TRIES + 1)
+    if level is not None:  # for what decides most about the value
+        boost = jnp.where(few, level, boost)
+        uniforms[0] = jnp.where(few, uniforms[0], level)
+    found, done = jnp.ones_like(shape), jnp.zeros(shape.shape, bool)
+    # The mean is left if no try is accepted: once in 150,000 draws.
+    for one, other in zip(uniforms[::2], uniforms[1::2], strict=True):
+        normal = _normal_of(one)
+        cube = (1 + normal / jnp.sqrt(9 * size)) ** 3
+        log_cube = jnp.log(jnp.where(cube > 0, cube, 1))
+        good = (cube > 0) & (jnp.log(other) < normal**2 / 2 + size * (1 - cube + log_cube))
+        found, done = jnp.where(good & ~done, cube, found), done | good
+    return jnp.maximum(size * found * jnp.where(few, boost ** (1 / shape), 1), 1e-30)
 
 
-def _poisson(rng_key: Array, rate: ArrayLike) -> Array:
+def _poisson(rng_key: Array, rate: ArrayLike, level: Array | None = None) -> Array:
     r"""Inverts the distribution function at a uniform number u.
 
     If the rate :math:`\lambda` is large, with :math:`\Phi(w) = u`, the count is the integer part of
@@ -113,7 +138,7 @@ def _poisson(rng_key: Array, rate: ArrayLike) -> Array:
     rate = jnp.asarray(rate, jnp.result_type(float))
     large = rate > _LARGE
     small_rate, large_rate = jnp.where(large, 1.0, rate), jnp.where(large, rate, _LARGE)
-    uniform = jax.random.uniform(rng_key, rate.shape, rate.dtype)
+    uniform = _uniform(rng_key, rate, level)
     small = _inverted(uniform, jnp.exp(-small_rate), lambda count: small_rate / (count + 1))
     w, root = _normal_of(uniform), jnp.sqrt(large_rate)
     found = large_rate + root * w + (2 + w**2) / 6 - (2 * w + w**3) / (72 * root)
@@ -122,14 +147,16 @@ def _poisson(rng_key: Array, rate: ArrayLike) -> Array:
     return jnp.where(jnp.isfinite(rate) & (rate >= 0), found, -1)
 
 
-def _binomial(rng_key: Array, total: ArrayLike, probs: ArrayLike) -> Array:
+def _binomial(
+    rng_key: Array, total: ArrayLike, probs: ArrayLike, level: Array | None = None
+) -> Array:
     """Inverts the distribution function of the rarer event, or expands it as Cornish and Fisher."""
     total, probs = (jnp.asarray(x, jnp.result_type(float)) for x in (total, probs))
     total, probs = jnp.broadcast_arrays(total, probs)
     rare = jnp.minimum(probs, 1 - probs)
     large = total * rare > _LARGE
     few, many = jnp.where(large, 0.0, rare), jnp.where(large, rare, 0.5)
-    uniform = jax.random.uniform(rng_key, probs.shape, probs.dtype)
+    uniform = _uniform(rng_key, probs, level)
     odds = few / (1 - few)
     none = jnp.exp(total * jnp.log1p(-few))
     small = _inverted(uniform, none, lambda count: odds * (total - count) / (count + 1))
@@ -142,6 +169,33 @@ def _binomial(rng_key: Array, total: ArrayLike, probs: ArrayLike) -> Array:
     found = jnp.clip(jnp.where(large, jnp.floor(found), small), 0, total)
     valid = (probs >= 0) & (probs <= 1) & (total >= 0) & jnp.isfinite(total)
     return jnp.where(valid, jnp.where(probs > rare, total - found, found), -1)
+
+
+def _uniforms(rng_key: Array, like: Array, number: int) -> list[Array]:
+    """Uniform numbers in (0, 1), from one word of the generator for each entry of ``like``.
+
+    The words after the first are mixed from it and a counter (the finaliser of MurmurHash3), which
+    takes a tenth of the time. Simulated outcomes need no more: no guarantee rests on them.
+    """
+    word, salt = jax.random.bits(rng_key, (2, *like.shape), jnp.uint32)
+    found = []
+    for _ in range(number):
+        word = word + np.uint32(0x9E3779B9)
+        mixed = _mixed(_mixed(word) + salt)
+        found.append(((mixed >> 8).astype(like.dtype) + 0.5) * 2.0**-24)
+    return found
+
+
+def _mixed(word: Array) -> Array:
+    word = (word ^ (word >> 16)) * np.uint32(0x85EBCA6B)
+    word = (word ^ (word >> 13)) * np.uint32(0xC2B2AE35)
+    return word ^ (word >> 16)
+
+
+def _uniform(rng_key: Array, like: Array, level: Array | None) -> Array:
+    if level is None:
+        return jax.random.uniform(rng_key, like.shape, like.dtype)
+    return jnp.broadcast_to(level, like.shape).astype(like.dtype)
 
 
 def _inverted(uniform: Array, none: Array, ratio: Callable[[Array], Array]) -> Array:
@@ -157,4 +211,5 @@ def _inverted(uniform: Array, none: Array, ratio: Callable[[Array], Array]) -> A
 
 
 def _normal_of(uniform: Array) -> Array:
-    return jax.scipy.special.ndtri(jnp.clip(uniform, 1e-7, 1 - 1e-7))
+    # `ndtri` is more exact in tails that no uniform number of float32 reaches, and slower.
+    return math.sqrt(2) * lax.erf_inv(jnp.clip(2 * uniform - 1, -1 + 2e-7, 1 - 2e-7))

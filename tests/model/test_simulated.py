@@ -36,19 +36,26 @@ LAWS = {
     "Chi-squared": (dist.Chi2(3.0), scipy.stats.chi2(3)),
     "inverse gamma": (dist.InverseGamma(5.0, 2.0), scipy.stats.invgamma(5, scale=2)),
     "expanded": (dist.Poisson(3.0).expand([]), scipy.stats.poisson(3)),
+    "Normal": (dist.Normal(1.0, 2.0), scipy.stats.norm(1, 2)),
+    "Laplace": (dist.Laplace(1.0, 2.0), scipy.stats.laplace(1, 2)),
+    "Gumbel": (dist.Gumbel(1.0, 2.0), scipy.stats.gumbel_r(1, 2)),
+    "Weibull": (dist.Weibull(2.0, 1.5), scipy.stats.weibull_min(1.5, scale=2)),
+    "Exponential": (dist.Exponential(2.0), scipy.stats.expon(scale=0.5)),
     "Student": (dist.StudentT(3.0, 1.0, 2.0), scipy.stats.t(3, 1, 2)),
 }
 
 
-def many(fn):
+def many(fn, with_levels=False):
     keys = jax.random.split(jax.random.key(1), DRAWS)
-    return np.asarray(jax.jit(jax.vmap(lambda key: drawn(fn, key)))(keys))
+    levels = jax.random.uniform(jax.random.key(2), (DRAWS, 2)) if with_levels else None
+    return np.asarray(jax.jit(jax.vmap(lambda key, at: drawn(fn, key, at)))(keys, levels))
 
 
+@pytest.mark.parametrize("with_levels", [False, True])
 @pytest.mark.parametrize("name", LAWS)
-def test_draws_have_their_law(name):
+def test_draws_have_their_law(name, with_levels):
     fn, law = LAWS[name]
-    found = np.sort(many(fn))
+    found = np.sort(many(fn, with_levels))
     places = np.unique(found)
     above = np.searchsorted(found, places, side="right") / DRAWS
     below = np.searchsorted(found, places, side="left") / DRAWS
@@ -57,6 +64,27 @@ def test_draws_have_their_law(name):
     assert gap < 0.006  # a sampler that is right stays below .0052 in 99 of 100 cases
     spread = 5 * law.std() / DRAWS**0.5
     assert found.mean() == pytest.approx(law.mean(), abs=spread)
+
+
+@pytest.mark.parametrize(("fn", "share"), [
+    (dist.Normal(1.0, 2.0), 0.25), (dist.Poisson(0.5), 0.4), (dist.Poisson(30.0), 0.25),
+    (dist.LogNormal(0.0, 0.5), 0.4), (dist.Exponential(2.0), 0.4), (dist.Gamma(4.0), 0.4),
+    (dist.Gamma(0.3), 0.7), (dist.NegativeBinomial2(3.0, 1.5), 0.5), (dist.Weibull(1.0, 2.0), 0.25),
+])  # fmt: skip
+def test_draws_at_even_levels_have_nearly_the_mean(fn, share):
+    """The variance of the mean of 16 draws, as a share of that of independent draws."""
+
+    def mean(key):
+        start = jax.random.uniform(key, (2,))
+        levels = (jnp.arange(16)[:, None] * jnp.asarray([1 / 16, 0.618034]) + start) % 1
+        return jax.vmap(lambda key, at: drawn(fn, key, at))(
+            jax.random.split(key, 16), levels
+        ).mean()
+
+    means = np.asarray(jax.jit(jax.vmap(mean))(jax.random.split(jax.random.key(3), 4000)))
+    error = 5 * means.std() / 4000**0.5 + 1e-3 * float(fn.variance) ** 0.5
+    assert abs(means.mean() - float(fn.mean)) < error
+    assert means.var() < share * float(fn.variance) / 16
 
 
 PARTS = dist.Gamma(jnp.array([2.0, 40.0]), jnp.array([2.0, 2.0]))
