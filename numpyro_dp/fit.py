@@ -13,7 +13,7 @@ from numpyro import handlers
 from numpyro.infer.autoguide import AutoDiagonalNormal
 
 from numpyro_dp.core import Args, Kwargs, PyTree
-from numpyro_dp.laplace.dplaplace import DPLaplace
+from numpyro_dp.laplace.dplaplace import DPLaplace, share_programs
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.frontend import arguments_key
 from numpyro_dp.model.held import is_array
@@ -142,7 +142,7 @@ def _with_programs(driver: DPLaplace, args: Args, kwargs: Kwargs) -> DPLaplace:
     except Exception:  # an array among the public values, or a model that the driver will refuse
         return driver
     if earlier is not None:
-        driver.share(earlier)
+        share_programs(driver, earlier)
     _kept[key] = driver
     while len(_kept) > _MOST_KEPT:
         _kept.popitem(last=False)

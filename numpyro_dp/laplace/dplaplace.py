@@ -235,15 +235,6 @@ class DPLaplace:
             driver.stages(state.closed(made.state), stages, session, rows, made, report, bar, kept)
         return self._posterior(stages, report, rng_key)
 
-    def share(self, other: DPLaplace) -> None:
-        """Takes over what another driver of the same model has compiled.
-
-        The two may differ in their budgets alone. All that is taken over is public.
-        """
-        self._structures, self._prepared = other._structures, other._prepared
-        drivers = other._drivers.items()
-        self._drivers = {key: each.with_budget(self.settings) for key, each in drivers}
-
     def plan(self, *args: PyTree, **kwargs: PyTree) -> Forecast:
         """Returns how far the noise will move the posterior, at best. Reads no record.
 
@@ -332,6 +323,16 @@ class DPLaplace:
         posterior = source.posterior(draws, report, method, tuple(notes), findings=findings)
         posterior.warn()
         return posterior
+
+
+def share_programs(driver: DPLaplace, earlier: DPLaplace) -> None:
+    """Gives a driver what an earlier one of the same model has compiled.
+
+    The two may differ in their budgets alone. All that is shared is public.
+    """
+    driver._structures, driver._prepared = earlier._structures, earlier._prepared
+    drivers = earlier._drivers.items()
+    driver._drivers = {key: each.with_budget(driver.settings) for key, each in drivers}
 
 
 def _check_scales(scales: object) -> Values:
