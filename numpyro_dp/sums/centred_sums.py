@@ -32,8 +32,10 @@ the mean of clipped differences, of norm at most C. At the truth s and :math:`t_
 distribution. Their difference is then symmetric about 0, and so is its clipped value: the mean is
 exactly 0 for every clip norm.
 
-Each of the K + 1 terms is a row of its own in the sum. A difference of scores is the score of a
-difference of log likelihoods. So all ways to sum signals serve here too.
+Each of the K + 1 terms is a row of the record. A difference of scores is the score of a difference
+of log likelihoods. So all ways to sum signals serve here too. The rows are weighted and added up
+first. If their scores are multiples of one vector, as in a generalised linear model, only these
+multiples are added, and the sum over records reads its columns once.
 
 Reference:
     The project's own method. Weights that do not see the outcome: Künsch, Stefanski, Carroll
