@@ -293,9 +293,9 @@ def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tu
     keys = jax.random.split(key, (number, _REPLICATES))
     # Evenly spread over the distribution, so that few outcomes give a good mean. Each level alone
     # is uniform, and the two halves are independent.
-    start = jax.random.uniform(level_key, (_REPLICATES, 2), draws.dtype)
-    steps = jnp.asarray([1 / number, _GOLDEN], draws.dtype)
-    levels = (jnp.arange(number)[:, None, None] * steps + start) % 1
+    one, other = jax.random.uniform(level_key, (2, _REPLICATES), draws.dtype)
+    turn = jnp.arange(number)[:, None]
+    levels = jnp.stack([turn / number + one, turn * _GOLDEN + other], axis=-1) % 1
 
     def at(draw: Array, partner: Array, keys: Array, levels: Array) -> tuple[PyTree, ...]:
         def replicate(key: Array, levels: Array) -> tuple[Values, Array, Array]:

@@ -101,10 +101,10 @@ def factored_sum(
     names, count = filled(struct), mask.size * shards.number
     blocks = mechanism.blocks(names)
     norms = norms_of(mechanism, names)
-    one = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype), (examples, seeds)
-    )
     # Shapes for a batch of one record.
+    one = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), first_of((examples, seeds))
+    )
     shapes = jax.eval_shape(lambda *x: cut.gradient_parts(with_rows(centring, public, *x)), *one)
     # The least precise dtype of any value decides how much rounding the margin has to cover.
     coarse = coarsest(jax.tree.leaves((shapes, struct, cut.leaves, cut.record_factors(examples))))
