@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Antithetic pairs of draws in a stage: if outcomes are listed, and if they are simulated.
-PAIRS_LISTED, PAIRS = 24, 12
+# Antithetic pairs of draws in a stage. Fewer, if simulated outcomes are evenly spread.
+PAIRS, PAIRS_SPREAD = 24, 12
 _SIZE = 0.01  # part of mu^2 for the size of a typical score
 SIZE_RANGE = 64.0  # that size may be up to this factor below or above the public guess
 _PRIOR_SIZE = 1.0  # prior standard deviation of the log of that size

@@ -52,6 +52,7 @@ from numpyro_dp.laplace.staged_scores import (
     total,
 )
 from numpyro_dp.laplace.tail import SIZES, sizes
+from numpyro_dp.model.dependence import depends_on_inputs
 from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.records import Records, Rows
 
@@ -282,6 +283,21 @@ def _listed(scores: Scores, request: Request, draws: Array, _: Array) -> tuple[A
     squares = jnp.minimum(weight * norm, request.clips[2]) ** 2
     excess = jnp.mean(jnp.sum((listed.observed[:, None] - chances) * squares, axis=0))
     return entries(scores, request, score, product, power, excess, kept)
+
+
+def are_spread(outcomes: Outcomes) -> bool:
+    """Whether outcomes are simulated at even levels of their distribution.
+
+    Several values, such as the rows of a unit, are drawn independently, and so are mixtures.
+    """
+    if outcomes.number or outcomes.censored:
+        return False
+    blank, flat = outcomes.model.structure.layout.blank(), jnp.zeros(outcomes.size)
+
+    def drawn(levels: Array) -> Values:
+        return outcomes.simulate(flat, blank, jax.random.key(0), levels)
+
+    return bool(depends_on_inputs(drawn, jnp.zeros(2)))
 
 
 def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tuple[Array, ...]:

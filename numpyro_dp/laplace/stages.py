@@ -28,7 +28,7 @@ from numpyro_dp.laplace.schedule import (
     NEAR,
     NOISE_FAR,
     PAIRS,
-    PAIRS_LISTED,
+    PAIRS_SPREAD,
     SHARE_FAR,
     Kind,
     Schedule,
@@ -40,6 +40,7 @@ from numpyro_dp.laplace.signal import (
     LaplaceProblem,
     Request,
     StageOptimizer,
+    are_spread,
     staged_scores,
     symmetric,
 )
@@ -374,7 +375,7 @@ class Stages(Driver):
 
     def __init__(self, settings: RunSettings, outcomes: Outcomes, groups: np.ndarray) -> None:
         pairs = pairs_of(groups)
-        scores = staged_scores(outcomes, PAIRS_LISTED if outcomes.number else PAIRS, pairs)
+        scores = staged_scores(outcomes, PAIRS_SPREAD if are_spread(outcomes) else PAIRS, pairs)
         method = Method(scores, StageOptimizer(pairs, has_tail(outcomes)), ("DPLaplace",))
         super().__init__(method, settings)
         self._outcomes = outcomes

@@ -374,7 +374,7 @@ class Driver(abc.ABC):
         twin = copy.copy(self)
         # A budget sets the noise, which a program reads from the state.
         sessions = self._sessions.items()
-        twin._sessions = {key: session.with_settings(settings) for key, session in sessions}
+        twin._sessions = {key: session.with_budget(settings) for key, session in sessions}
         twin.settings = settings
         return twin
 

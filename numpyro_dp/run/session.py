@@ -150,7 +150,7 @@ class Session:
         self._loop_many = jax.jit(jax.vmap(alone, in_axes=(0, 0, None, None, None, None)))
         self._streams: dict[int, Session] = {}  # sessions for streamed batches, by batch size
 
-    def with_settings(self, settings: RunSettings) -> Session:
+    def with_budget(self, settings: RunSettings) -> Session:
         """Returns the same compiled functions with settings that differ in the budget."""
         twin = copy.copy(self)
         twin.settings = settings
