@@ -461,19 +461,26 @@ class Kind:
         def value(flat, args):
             return info.potential_fn(*args)(self._unravel(flat))
 
-        self._value, self._gradient = value, jax.jit(jax.grad(value))
+        self._value, self.gradient = value, jax.jit(jax.grad(value))
         self._hessian = jax.jit(jax.hessian(value))
         self._exact = {seed: self._at_the_mode(*each[1:]) for seed, each in self.sets.items()}
 
-    def _at_the_mode(self, args, truth):
-        """Mean and standard deviation of each latent in the posterior without privacy."""
+    def _start(self, args, truth):
+        """The true latents, unconstrained."""
         values = {n: jnp.asarray(v, jnp.float32) for n, v in truth.items()}
         start = unconstrain_fn(self.model, args, {}, values)
-        flat, _ = ravel_pytree({n: start[n] for n in self._names})
+        return ravel_pytree({n: start[n] for n in self._names})[0]
+
+    def mode(self, args, truth):
+        """The unconstrained mode without privacy, and the Hessian there."""
+        start = self._start(args, truth)
+        return newton(lambda z: self.gradient(z, args), lambda z: self._hessian(z, args), start)
+
+    def _at_the_mode(self, args, truth):
+        """Mean and standard deviation of each latent in the posterior without privacy."""
+        flat = self._start(args, truth)
         try:
-            flat, hessian = newton(
-                lambda z: self._gradient(z, args), lambda z: self._hessian(z, args), flat
-            )
+            flat, hessian = self.mode(args, truth)
             root = np.linalg.cholesky(np.linalg.inv(hessian))
             drawn = np.random.default_rng(0).standard_normal((4000, len(root))) @ root.T
             drawn = flat + jnp.asarray(drawn, "f4")
