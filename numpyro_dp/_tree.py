@@ -7,10 +7,17 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 _ROW = 1024
 Tree = TypeVar("Tree")
+
+
+def on_device(values: object, dtype: DTypeLike | None = None) -> Array:
+    """A new array on the device. ``jnp.asarray`` would compile a program for each shape."""
+    return jax.device_put(np.asarray(values, dtype))
 
 
 def is_key(leaf: object) -> bool:

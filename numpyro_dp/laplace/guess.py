@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_dp._tree import on_device
 from numpyro_dp.core import PyTree
 from numpyro_dp.laplace.pattern import MOST, MOST_DENSE, group_sites, unseen_directions
 from numpyro_dp.model.outcomes import Outcomes
@@ -81,11 +82,11 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, np.ndarray], rng_key: Ar
     mixed = tuple(
         x
         if jnp.issubdtype(x.dtype, jnp.floating)
-        else jnp.asarray(rng.integers(2, size=x.shape), x.dtype)
+        else on_device(rng.integers(2, size=x.shape), x.dtype)
         for x in normal
     )
     # Some likelihoods allow only positive columns, others only small labels or indices.
-    candidates = (normal, tuple(abs(x) for x in normal), ones, mixed)
+    candidates = (normal, tuple(on_device(np.abs(x)) for x in normal), ones, mixed)
     scores_at, decoded = _scores_at(prior, rng_key), prior.decoded
     part, _ = _near(scores_at, mixed, decoded.mean, decoded.covariance)
     points = _points(decoded.mean, part * decoded.covariance, rng_key)
@@ -132,17 +133,17 @@ def _with_indices(
     if not sizes or not any(jnp.issubdtype(x.dtype, jnp.integer) for x in rows):
         return rows
     possible = jax.jit(jax.vmap(outcomes.possible))
-    before = np.mean(possible(rows))
+    before = np.mean(np.asarray(possible(rows)))
     for n, x in enumerate(rows):
         if not jnp.issubdtype(x.dtype, jnp.integer):
             continue
         # The largest size that is possible. With a smaller one, no record would see the last
         # groups.
         for size in sorted(sizes, reverse=True):
-            other = jnp.asarray(rng.integers(size, size=x.shape), x.dtype)
+            other = on_device(rng.integers(size, size=x.shape), x.dtype)
             tried = (*rows[:n], other, *rows[n + 1 :])
             # Fewer possible records show that the numbers are too large for this array.
-            if np.mean(possible(tried)) >= before:
+            if np.mean(np.asarray(possible(tried))) >= before:
                 rows = tried
                 break
     return rows
@@ -162,7 +163,7 @@ def _unseen(
         products = np.zeros((points.shape[1],) * 2)
         for _ in range(1 + _PER_LATENT * len(products) // _RECORDS):
             # New combinations of the same values.
-            mixed = tuple(jnp.asarray(x[rng.permutation(len(x))]) for x in rows)
+            mixed = tuple(x[rng.permutation(len(x))] for x in rows)
             found = np.concatenate(scores_at(points, mixed))
             found = found[np.isfinite(found).all(1)]
             products += found.T @ found
@@ -321,13 +322,13 @@ def _scores_at(prior: ModelPrior, rng_key: Array) -> _ScoresAt:
     every = jax.jit(jax.vmap(jax.vmap(one, (None, None, 0, 0)), (0, 0, None, 0)))
     words = generator(rng_key).integers(2**32, size=(_DRAWS, _RECORDS, 2), dtype=np.uint32)
     # The same keys in each call, so that differences of scores come from the points.
-    keys = jnp.asarray(np.concatenate([words[:1], words]))
+    keys = on_device(np.concatenate([words[:1], words]))
     keys = jax.random.wrap_key_data(keys, impl="threefry2x32")
 
     def scores(
         points: np.ndarray, rows: tuple[Array, ...], at: np.ndarray | None = None
     ) -> np.ndarray:
-        both = (jnp.asarray(x, jnp.float32) for x in (points, points if at is None else at))
+        both = (np.asarray(x, np.float32) for x in (points, points if at is None else at))
         return np.asarray(every(*both, rows, keys), np.float64)
 
     return scores

@@ -40,6 +40,7 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
+from numpyro_dp._tree import on_device
 from numpyro_dp.core import Args, Estimator, Kwargs, PyTree, Released, Values
 from numpyro_dp.laplace.censored import censored
 from numpyro_dp.laplace.staged_scores import (
@@ -126,12 +127,12 @@ class LaplaceProblem(NamedTuple):
     def rows(self, args: Args, kwargs: Kwargs) -> Rows:
         """Splits arguments into records and public arrays."""
         rows = self.records.layout.rows(args, kwargs)
-        numbers = (jnp.arange(self.num_examples, dtype=jnp.uint32),) * self.numbered
+        numbers = (on_device(np.arange(self.num_examples), np.uint32),) * self.numbered
         return rows._replace(arrays=(*rows.arrays, *numbers))
 
     def blank_example(self) -> tuple[Array, ...]:
         """Returns zeros with the shapes of one record."""
-        return (*self.records.layout.blank(), *(jnp.zeros((), jnp.uint32),) * self.numbered)
+        return (*self.records.layout.blank(), *(on_device(0, np.uint32),) * self.numbered)
 
     def constrain(self, params: PyTree) -> PyTree:
         """Returns the request as it is, because it is public."""
@@ -152,7 +153,7 @@ class StageOptimizer:
     def init(self, request: Request) -> tuple[Request, Array]:
         """Returns the state: the request, and zeros in place of released values."""
         # Score and loss have d entries each. Power and excess have one.
-        return request, jnp.zeros(2 * request.mean.size + self._entries + 2)
+        return request, on_device(np.zeros(2 * request.mean.size + self._entries + 2, "f4"))
 
     def get_params(self, state: tuple[Request, Array]) -> Request:
         """Returns the request."""

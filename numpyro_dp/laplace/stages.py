@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_dp._tree import on_device
 from numpyro_dp.core import Args, Kwargs
 from numpyro_dp.laplace import curvature, decode
 from numpyro_dp.laplace.guess import FirstGuess, sites_of
@@ -114,8 +114,8 @@ class Run:
         root, weights = factor(self._spread * self.covariance), self.plan.weights(release)
         # All of these come from earlier releases, the prior, N and invented records.
         numbers = self.mean, root, self.whitening, self._bounds(release), weights
-        kind = jnp.asarray(int(self.plan.kinds[release]))
-        return Request(kind, *(jnp.asarray(x, jnp.float32) for x in numbers))
+        kind = on_device(self.plan.kinds[release], np.int32)
+        return Request(kind, *(on_device(x, np.float32) for x in numbers))
 
     def read(self, release: int, released: np.ndarray) -> None:
         """Decodes the values of a release."""

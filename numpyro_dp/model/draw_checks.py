@@ -22,7 +22,7 @@ from numpyro.distributions import biject_to
 from numpyro.infer import Predictive
 
 from numpyro_dp._compat import Program, make_program
-from numpyro_dp._tree import is_key
+from numpyro_dp._tree import is_key, on_device
 from numpyro_dp.core import Args, Arrays, Kwargs, NumPyroFn, PyTree, Site, Sites, Values
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.dependence import inputs_of
@@ -193,7 +193,7 @@ def _without_outcomes(
 
     rows = layout.one_row()
     found = set().union(*inputs_of(observed, *rows).values())
-    ones = [jnp.ones(row.shape, row.dtype) for row in rows]
+    ones = [on_device(np.ones(row.shape, row.dtype)) for row in rows]
     chosen = [found, *([each] for each in found if len(found) > 1)]
     return [
         layout.arguments(tuple(None if n in own else x for n, x in enumerate(ones)), shared)

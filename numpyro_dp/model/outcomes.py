@@ -340,7 +340,7 @@ def read_latents(model: Model, shared: Arrays) -> Outcomes:
     def density(latents: Values) -> Array:
         return model.log_likelihood(latents, {}, example, shared, model.any_key())
 
-    read = entries_read(density, {name: jnp.zeros(shape) for name, shape in shapes.items()})
+    read = entries_read(density, {name: np.zeros(shape, "f4") for name, shape in shapes.items()})
     seen = tuple(name for name in structure.latents if name in read)
     if not seen:
         raise UnsupportedModelError(

@@ -17,6 +17,7 @@ import numpy as np
 from jax import Array
 from numpyro import handlers
 
+from numpyro_dp._tree import on_device
 from numpyro_dp.core import Args, Arrays, Kwargs, NumPyroFn, PyTree, Sites, Values
 from numpyro_dp.model.held import is_array
 from numpyro_dp.model.public import (
@@ -91,7 +92,7 @@ class Layout(NamedTuple):
         """Returns zeros in place of a record."""
         rows = () if self.max_rows is None else (self.max_rows,)
         mask = () if self.max_rows is None else (((), "float32"),)
-        return tuple(jnp.zeros((*rows, *shape), kind) for shape, kind in (*self.shapes, *mask))
+        return tuple(on_device(np.zeros((*rows, *shape), k)) for shape, k in (*self.shapes, *mask))
 
     def one_row(self) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes of the record arrays of a data set of one row."""
@@ -102,8 +103,10 @@ class Layout(NamedTuple):
 
         Ones are valid scales, weights, counts and labels. Zeros often are not.
         """
-        ones = tuple(jnp.ones((num_rows, *shape), dtype) for shape, dtype in self.shapes)
-        return self.arguments(ones, shared)
+        return self.arguments(self._ones(num_rows), shared)
+
+    def _ones(self, num_rows: int) -> Arrays:
+        return tuple(on_device(np.ones((num_rows, *shape), kind)) for shape, kind in self.shapes)
 
     def invented_records(self, number: int = 1) -> tuple[Arrays, ...]:
         """Returns two sets of invented records, as :meth:`invented` does for rows."""
@@ -111,7 +114,7 @@ class Layout(NamedTuple):
             return self.invented(number)
         shape = number, self.max_rows
         return tuple(
-            (*(x.reshape(*shape, *x.shape[1:]) for x in rows), jnp.ones(shape))
+            (*(x.reshape(*shape, *x.shape[1:]) for x in rows), on_device(np.ones(shape, "f4")))
             for rows in self.invented(number * self.max_rows)
         )
 
@@ -120,14 +123,11 @@ class Layout(NamedTuple):
 
         Integers are 1 in both sets, because 1 is a valid label, count or index.
         """
-        # NumPy, because JAX would compile.
-        ones = tuple(
-            jnp.asarray(np.ones((num_rows, *shape), dtype)) for shape, dtype in self.shapes
-        )
+        ones = self._ones(num_rows)
         # Numbers of a fixed seed: invented records must not depend on the real ones.
         rng = np.random.default_rng(1)
         normal = tuple(
-            jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)
+            on_device(rng.normal(size=leaf.shape), leaf.dtype)
             if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
             for leaf in ones
         )  # fmt: skip

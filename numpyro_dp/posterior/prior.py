@@ -25,6 +25,7 @@ from numpyro.diagnostics import split_gelman_rubin
 from numpyro.distributions import biject_to, constraints
 from numpyro.infer import MCMC, NUTS
 
+from numpyro_dp._compat import is_tracer
 from numpyro_dp._tree import select
 from numpyro_dp.core import PyTree, Values
 from numpyro_dp.model.density import Model
@@ -260,7 +261,7 @@ def _mixed(chains: np.ndarray) -> bool:
 
 
 def _unravel(outcomes: Outcomes) -> Callable[[Array], dict[str, Array]]:
-    return ravel_pytree({name: jnp.zeros(shape) for name, shape in outcomes.shapes.items()})[1]
+    return ravel_pytree({n: np.zeros(shape, "f4") for n, shape in outcomes.shapes.items()})[1]
 
 
 def _log_prior(outcomes: Outcomes) -> Callable[[Array], Array]:
@@ -287,7 +288,7 @@ def _normal(outcomes: Outcomes, size: int) -> Prior | None:
 
     # A density is normal if its second derivative is the same everywhere, also far out.
     points = np.random.default_rng(0).normal(size=(6, size)) * [[1], [1], [1], [10], [10], [100]]
-    found = jax.jit(jax.vmap(derivatives))(jnp.asarray(points, jnp.float32))
+    found = jax.jit(jax.vmap(derivatives))(np.asarray(points, np.float32))
     slopes, bends = (np.asarray(each, np.float64) for each in found)
     largest = np.max(np.abs(bends))
     if not np.all(np.isfinite(bends)) or np.max(np.abs(bends - bends[0])) > 1e-4 * largest:
@@ -316,13 +317,16 @@ def _constrained(outcomes: Outcomes) -> Callable[[Array], dict[str, Array]]:
         latents = jax.vmap(unravel)(vectors)
         return {name: jax.vmap(biject_to(supports[name]))(latents[name]) for name in supports}
 
-    # A support that depends on other latents differs between two places.
-    supports, others = (
-        {name: site["fn"].support for name, site in sites(
-            {name: jnp.full(shape, value) for name, shape in outcomes.shapes.items()}
-        ).items()}
-        for value in (0.0, 0.3)
-    )  # fmt: skip
+    def supports_at(value: float | Array) -> Values:
+        latents = {name: jnp.full(shape, value) for name, shape in outcomes.shapes.items()}
+        return {name: site["fn"].support for name, site in sites(latents).items()}
+
+    supports: Values = {}
+    jax.eval_shape(lambda value: supports.update(supports_at(value)), 0.0)
+    others = supports
+    if any(map(is_tracer, jax.tree.leaves(supports))):
+        # A support that depends on other latents differs between two places.
+        supports, others = supports_at(0.0), supports_at(0.3)
     if all(_is_same(support, others[name]) for name, support in supports.items()):
         return by_site  # needs no trace of the model
     return jax.jit(jax.vmap(one))

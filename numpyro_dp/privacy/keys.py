@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from numpyro_dp import _compat
-from numpyro_dp._tree import is_key
+from numpyro_dp._tree import is_key, on_device
 from numpyro_dp.core import PyTree
 from numpyro_dp.privacy.budget import Spending
 from numpyro_dp.privacy.once import (
@@ -126,7 +126,7 @@ def as_secret_key(key: Array | bytes | str | int) -> Array:
             f"Expected a key of 32 bytes (64 hexadecimal digits), got {len(key)} bytes."
         )
     words = [int.from_bytes(key[i : i + 4], "little") for i in range(0, len(key), 4)]
-    return jax.random.wrap_key_data(jnp.array(words, jnp.uint32), impl=CHACHA20)
+    return jax.random.wrap_key_data(on_device(words, np.uint32), impl=CHACHA20)
 
 
 def agreed(mesh: Mesh | None, secret: Array) -> Array:
@@ -158,7 +158,7 @@ def run_id(noise_key: Array) -> Array:
     """Returns the id of a run: 128 bits of a hash of its first noise key, uint32[4]."""
     # A hash, because every later state has the id. It must not give away the first key.
     words = np.asarray(jax.random.key_data(noise_key)).astype("<u4").tobytes()
-    return jnp.asarray(np.frombuffer(hashlib.sha256(_RUN + words).digest()[:16], "<u4"))
+    return on_device(np.frombuffer(hashlib.sha256(_RUN + words).digest()[:16], "<u4"))
 
 
 def renewed(tree: PyTree, entropy: bytes | None = None) -> PyTree:

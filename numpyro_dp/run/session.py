@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from numpyro_dp._tree import filled, shapes_of
+from numpyro_dp._tree import filled, on_device, shapes_of
 from numpyro_dp.core import (
     Args,
     Batch,
@@ -453,7 +453,7 @@ class Session:
         start = (kept, np.zeros((), np.float32))
         # NumPy makes the buffer, because jnp.zeros would compile a program for each shape.
         buffer = jax.tree.map(
-            lambda leaf: jnp.asarray(np.zeros((size, *leaf.shape), leaf.dtype)), start
+            lambda leaf: on_device(np.zeros((size, *leaf.shape), leaf.dtype)), start
         )
         return buffer, Course(warmup + rest, slots, stride)
 

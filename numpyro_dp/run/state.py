@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_dp._tree import on_device
 from numpyro_dp.core import MechanismBuilder, MechanismState, PyTree, Sampler, Values
 from numpyro_dp.model.public import PublicArray
 from numpyro_dp.privacy import once
@@ -275,7 +276,7 @@ def noise_fields(
         "secret_key": noise_key,
         "sampler_state": settings.sampler.init(batch_key, plan.num_examples),
         "mechanism_state": mechanism_state,
-        "noise_multiplier": jnp.asarray(_round_up(plan.noise_multiplier)),
+        "noise_multiplier": on_device(_round_up(plan.noise_multiplier)),
         "run_id": run_id(noise_key),
         "nonce": None if without_nonce else np.zeros(8, np.uint32),
     }

@@ -137,8 +137,8 @@ def _with_noise(key: Array, total: PyTree, sensitivity: Number, noise_multiplier
 
 def _product(noise_multiplier: Number, sensitivity: Number) -> Array | float:
     """The standard deviation of the noise. It is 0 without noise, also for an infinite norm."""
-    if isinstance(noise_multiplier, float | int) and isinstance(sensitivity, float | int):
-        return noise_multiplier * sensitivity if noise_multiplier else 0.0
+    if not is_tracer(noise_multiplier) and not is_tracer(sensitivity):
+        return float(noise_multiplier) * float(sensitivity) if noise_multiplier else 0.0
     return jnp.where(noise_multiplier == 0, 0.0, noise_multiplier * sensitivity)
 
 
