@@ -256,6 +256,14 @@ def test_a_subclass_that_draws_by_itself_has_another_distribution():
         assert any(hasattr(ready(kind), name) for kind in kinds)
 
 
+def test_a_program_that_runs_once_gives_the_same_values():
+    def slope(x):
+        return jax.grad(lambda z: jnp.sum(jnp.sin(z) * jnp.exp(z)))(x)
+
+    x = jnp.linspace(-1, 1, 7)
+    np.testing.assert_allclose(_compat.jit_once(jax.vmap(slope))(x), jax.vmap(slope)(x), rtol=1e-6)
+
+
 def test_every_name_is_tested():
     here = {
         name

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_dp._compat import jit_once
 from numpyro_dp._tree import on_device
 from numpyro_dp.core import PyTree
 from numpyro_dp.laplace.pattern import MOST, MOST_DENSE, group_sites, unseen_directions
@@ -132,7 +133,7 @@ def _with_indices(
     sizes = {size for shape in outcomes.shapes.values() for size in shape if size > 2}
     if not sizes or not any(jnp.issubdtype(x.dtype, jnp.integer) for x in rows):
         return rows
-    possible = jax.jit(jax.vmap(outcomes.possible))
+    possible = jit_once(jax.vmap(outcomes.possible))
     before = np.mean(np.asarray(possible(rows)))
     for n, x in enumerate(rows):
         if not jnp.issubdtype(x.dtype, jnp.integer):
@@ -319,7 +320,7 @@ def _scores_at(prior: ModelPrior, rng_key: Array) -> _ScoresAt:
     def one(draw: Array, at: Array, row: PyTree, key: Array) -> Array:
         return outcomes.score(draw, row, outcomes.simulate(at, row, key))
 
-    every = jax.jit(jax.vmap(jax.vmap(one, (None, None, 0, 0)), (0, 0, None, 0)))
+    every = jit_once(jax.vmap(jax.vmap(one, (None, None, 0, 0)), (0, 0, None, 0)))
     words = generator(rng_key).integers(2**32, size=(_DRAWS, _RECORDS, 2), dtype=np.uint32)
     # The same keys in each call, so that differences of scores come from the points.
     keys = on_device(np.concatenate([words[:1], words]))

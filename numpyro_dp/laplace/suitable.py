@@ -9,6 +9,7 @@ from jax import Array
 from numpyro.distributions import biject_to
 from numpyro.distributions.transforms import ExpTransform
 
+from numpyro_dp._compat import jit_once
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.posterior.draws import generator
 from numpyro_dp.posterior.prior import ModelPrior
@@ -52,7 +53,7 @@ def _scaled_effect(prior: ModelPrior, rng_key: Array) -> tuple[str, str]:
         outcome = outcomes.simulate(flat, row, rng_key)
         return outcomes.latents(outcomes.score(flat, row, outcome))
 
-    found, at = jax.jit(jax.vmap(slopes))(normal), outcomes.latents(flat)
+    found, at = jit_once(jax.vmap(slopes))(normal), outcomes.latents(flat)
     for scale in scales:
         for effect in effects:
             along = jnp.sum(found[effect] * at[effect], axis=tuple(range(1, found[effect].ndim)))

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from numpyro_dp._compat import jit_once
 from numpyro_dp.core import Arrays, NumPyroFn, Values
 from numpyro_dp.model.locals import fill_locals, in_plate, start
 from numpyro_dp.model.public import UnsupportedModelError
@@ -58,7 +59,7 @@ def check_additive(model: NumPyroFn, structure: ModelStructure, shared: Arrays, 
     # Values of a likelihood that makes its own random draws cannot be compared.
     likelihood = () if structure.draws else structure.inside
     # Compiled as one program, because op-by-op evaluation takes a second for a small model.
-    densities = jax.jit(functools.partial(_together_and_alone, model, structure, shared))
+    densities = jit_once(functools.partial(_together_and_alone, model, structure, shared))
     for rows in structure.layout.invented(_ROWS):
         try:
             together, singles = jax.device_get(densities(rows))

@@ -13,6 +13,7 @@ import numpyro
 from jax import Array
 from numpyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 
+from numpyro_dp._compat import jit_once
 from numpyro_dp._validate import check_sizes
 from numpyro_dp.core import Args, Arrays, Kwargs, NumPyroFn, Problem, PyTree, Values
 from numpyro_dp.model.density import Model
@@ -192,7 +193,7 @@ class Frontend(NamedTuple):
                 # its own. Single operations are compiled once for all of them.
                 if first_start and set_up(own, rng_key, alone, structure.params, given.static):
                     with numpyro.validation_enabled(False):  # of values that NumPyro has just made
-                        found = jax.jit(start)(rng_key, shared, values)
+                        found = jit_once(start)(rng_key, shared, values)
                 else:
                     found = start(rng_key, shared, values)
             except UnsupportedModelError:

@@ -92,7 +92,7 @@ class Layout(NamedTuple):
         """Returns zeros in place of a record."""
         rows = () if self.max_rows is None else (self.max_rows,)
         mask = () if self.max_rows is None else (((), "float32"),)
-        return tuple(on_device(np.zeros((*rows, *shape), k)) for shape, k in (*self.shapes, *mask))
+        return tuple(jnp.zeros((*rows, *shape), kind) for shape, kind in (*self.shapes, *mask))
 
     def one_row(self) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes of the record arrays of a data set of one row."""
@@ -103,10 +103,9 @@ class Layout(NamedTuple):
 
         Ones are valid scales, weights, counts and labels. Zeros often are not.
         """
-        return self.arguments(self._ones(num_rows), shared)
-
-    def _ones(self, num_rows: int) -> Arrays:
-        return tuple(on_device(np.ones((num_rows, *shape), kind)) for shape, kind in self.shapes)
+        # Not of NumPy: in a trace, an array that it made would count as one that the model holds.
+        ones = tuple(jnp.ones((num_rows, *shape), dtype) for shape, dtype in self.shapes)
+        return self.arguments(ones, shared)
 
     def invented_records(self, number: int = 1) -> tuple[Arrays, ...]:
         """Returns two sets of invented records, as :meth:`invented` does for rows."""
@@ -123,7 +122,8 @@ class Layout(NamedTuple):
 
         Integers are 1 in both sets, because 1 is a valid label, count or index.
         """
-        ones = self._ones(num_rows)
+        # NumPy, because JAX would compile.
+        ones = tuple(on_device(np.ones((num_rows, *shape), kind)) for shape, kind in self.shapes)
         # Numbers of a fixed seed: invented records must not depend on the real ones.
         rng = np.random.default_rng(1)
         normal = tuple(
@@ -138,22 +138,21 @@ def has_finite_signal(problem: Any, signal: Callable[..., PyTree], params: Value
     """Whether any invented record has a finite signal."""
     normal, ones = problem.records.layout.invented_records()
     # Most sites support 1. Halves serve sites on proportions, and identities those on matrices.
-    halves = tuple(leaf // 2 if leaf.dtype.kind in "iub" else leaf / 2 for leaf in ones)
+    normal, ones = (tuple(map(np.asarray, rows)) for rows in (normal, ones))
+    halves = tuple(x // 2 if x.dtype.kind in "iub" else (x / 2).astype(x.dtype) for x in ones)
     squares = tuple(_identity_like(leaf) for leaf in ones)
     for rows in (normal, ones, halves, squares):
         extra = problem.blank_example()[len(rows) :]
         found = signal(params, tuple(leaf[0] for leaf in rows) + extra)
-        if all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(found)):
+        if all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(found)):
             return True
     return False
 
 
-def _identity_like(rows: Array) -> Array:
+def _identity_like(rows: np.ndarray) -> np.ndarray:
     """Returns identities if rows are square matrices, else the rows."""
     square = rows.ndim > 2 and rows.shape[-1] == rows.shape[-2]
-    return (
-        jnp.broadcast_to(jnp.eye(rows.shape[-1], dtype=rows.dtype), rows.shape) if square else rows
-    )
+    return np.broadcast_to(np.eye(rows.shape[-1], dtype=rows.dtype), rows.shape) if square else rows
 
 
 class Records(NamedTuple):

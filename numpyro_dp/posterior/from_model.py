@@ -11,6 +11,7 @@ from jax import Array
 from numpyro import handlers
 from numpyro.distributions import biject_to
 
+from numpyro_dp._compat import jit_once
 from numpyro_dp._tree import select
 from numpyro_dp.core import Kwargs, Sites, Values
 from numpyro_dp.model.density import Model
@@ -144,7 +145,7 @@ class ModelSource(NamedTuple):
 
     def _prior(self, rng_key: Array, num_samples: int) -> dict[str, Array]:
         keys = jax.random.split(rng_key, num_samples)
-        return jax.jit(jax.vmap(self._prior_draw))(keys)
+        return jit_once(jax.vmap(self._prior_draw))(keys)
 
     def unconstrained(self, draws: dict[str, Array]) -> dict[str, Array]:
         """Traces the model at each draw, because supports may depend on other latents."""
@@ -156,7 +157,7 @@ class ModelSource(NamedTuple):
                 for name, site in sites.items()
             }
 
-        return jax.jit(jax.vmap(one))(draws)
+        return jit_once(jax.vmap(one))(draws)
 
 
 def findings_of_drift(trace: Trace) -> list[Finding]:

@@ -106,10 +106,11 @@ def _moments_of(products: Products, seen: np.ndarray, half: int) -> Moments:
     Far from the optimum most of a score comes from the centre of its step. Scores and shifts are
     regressed on it first. This does not bias the curvature: shifts are drawn after the centre.
     """
-    count, size = max(int(products.count[half]), 1), len(seen)
-    rows = np.concatenate([seen + part * products.origin.shape[1] for part in range(3)])
-    total = np.asarray(products.sum[half], np.float64)[rows] / count
-    square = np.asarray(products.square[half], np.float64)[np.ix_(rows, rows)] / count
+    products = products._make(np.asarray(part)[half] for part in products)
+    count, size = max(int(products.count), 1), len(seen)
+    rows = np.concatenate([seen + part * products.origin.size for part in range(3)])
+    total = np.asarray(products.sum, np.float64)[rows] / count
+    square = np.asarray(products.square, np.float64)[np.ix_(rows, rows)] / count
     square -= np.outer(total, total)
     both, centre = slice(None, 2 * size), slice(2 * size, None)
     spread = np.maximum(np.diag(square)[centre], 0)
@@ -127,11 +128,11 @@ def _moments_of(products: Products, seen: np.ndarray, half: int) -> Moments:
     return Moments(
         count,
         max(dof, 1),
-        np.asarray(products.noise_square[half], np.float64)[seen] / count,
+        np.asarray(products.noise_square, np.float64)[seen] / count,
         square[size : 2 * size, size : 2 * size],
         square[:size, size : 2 * size],
         square[:size, :size],
-        np.asarray(products.origin[half], np.float64)[seen] + total[centre],
+        np.asarray(products.origin, np.float64)[seen] + total[centre],
         spread,
     )
 

@@ -25,7 +25,7 @@ from numpyro.diagnostics import split_gelman_rubin
 from numpyro.distributions import biject_to, constraints
 from numpyro.infer import MCMC, NUTS
 
-from numpyro_dp._compat import is_tracer
+from numpyro_dp._compat import is_tracer, jit_once
 from numpyro_dp._tree import select
 from numpyro_dp.core import PyTree, Values
 from numpyro_dp.model.density import Model
@@ -276,7 +276,7 @@ def _flat_prior(outcomes: Outcomes, rng_key: Array, number: int) -> Array:
         drawn = unconstrained_prior(outcomes.model, outcomes.shared, key)
         return ravel_pytree(select(drawn, outcomes.shapes))[0]
 
-    return jax.jit(jax.vmap(one))(jax.random.split(rng_key, number))
+    return jit_once(jax.vmap(one))(jax.random.split(rng_key, number))
 
 
 def _normal(outcomes: Outcomes, size: int) -> Prior | None:
@@ -288,7 +288,7 @@ def _normal(outcomes: Outcomes, size: int) -> Prior | None:
 
     # A density is normal if its second derivative is the same everywhere, also far out.
     points = np.random.default_rng(0).normal(size=(6, size)) * [[1], [1], [1], [10], [10], [100]]
-    found = jax.jit(jax.vmap(derivatives))(np.asarray(points, np.float32))
+    found = jit_once(jax.vmap(derivatives))(np.asarray(points, np.float32))
     slopes, bends = (np.asarray(each, np.float64) for each in found)
     largest = np.max(np.abs(bends))
     if not np.all(np.isfinite(bends)) or np.max(np.abs(bends - bends[0])) > 1e-4 * largest:

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 
+from numpyro_dp._tree import on_device
 from numpyro_dp.core import Observation, PyTree, Values
 from numpyro_dp.privacy.plan import Plan, PrivacyReport
 from numpyro_dp.run.state import SensitiveState
@@ -303,23 +304,29 @@ class Products(NamedTuple):
     square: Array
 
 
-def score_sums(like: Observation, first_step: Array, num_steps: Array) -> ScoreSums:
+def score_sums(like: Observation, first_step: int, num_steps: int) -> ScoreSums:
     """Returns empty sums for a run of ``num_steps`` steps from ``first_step`` on.
 
     ``like`` has the shapes of an observation.
     """
-    begins = first_step + jnp.floor(WARMUP * num_steps).astype(jnp.int32)
-    count = jnp.zeros((), jnp.int32)
-    empty = jax.tree.map(jnp.zeros_like, like)
-    sums = ScoreSums(begins, count, empty.point, **_terms(empty, empty.point), products=None)
-    if like.shift is not None:
-        size = like.point.size
-        halves = [jnp.zeros((2, *shape), like.point.dtype) for shape in (
+
+    def empty(like: Observation) -> ScoreSums:
+        count = jnp.zeros((), jnp.int32)
+        sums = ScoreSums(count, count, like.point, **_terms(like, like.point), products=None)
+        if like.shift is None:
+            return sums
+        size, dtype = like.point.size, like.point.dtype
+        halves = [jnp.zeros((2, *shape), dtype) for shape in (
             (size,), (3 * size,), (3 * size, 3 * size)
         )]  # fmt: skip
         products = Products(halves[0], jnp.zeros(2, jnp.int32), *halves)
-        sums = sums._replace(products=products)
-    return sums
+        return sums._replace(products=products)
+
+    # From shapes, because JAX would compile each operation.
+    shapes = jax.eval_shape(empty, like)
+    sums = jax.tree.map(lambda leaf: on_device(np.zeros(leaf.shape, leaf.dtype)), shapes)
+    begins = first_step + math.floor(WARMUP * num_steps)
+    return sums._replace(begins=on_device(begins, np.int32))
 
 
 def with_observation(sums: ScoreSums, step: Array, seen: Observation) -> ScoreSums:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from numpyro_dp._compat import jit_once
 from numpyro_dp._tree import filled, on_device, shapes_of
 from numpyro_dp.core import (
     Args,
@@ -106,7 +107,7 @@ class Session:
         norm = settings.norm_with_loss
         if norm.entries != (...,):
             norm.check_entries(filled(jax.eval_shape(signal, params, problem.blank_example())))
-        self._signal = jax.jit(signal)
+        self._signal = jit_once(signal)
         self._like = self._shapes_seen(estimator, params)
         self._total, self._timed = check_step(
             problem, self._estimator, method.optim, settings, prepared.optim_state
@@ -220,7 +221,7 @@ class Session:
         opened, scores, folded = state.opened, None, None
         buffer, course = self.slots(opened, num_steps, trace_size, warmup)
         if self._like is not None:
-            scores = score_sums(self._like, opened.step, jnp.asarray(course.num_steps, jnp.int32))
+            scores = score_sums(self._like, int(opened.step), course.num_steps)
         if fold is not None:
             # With fixed dtypes, so that all calls share a compilation.
             folded = jax.tree.map(
@@ -317,7 +318,9 @@ class Session:
         carry, buffer = progress.carry, progress.buffer
         folded = None if fold is None else fold.result(carry.folded)
         # Rounding up the stride can leave slots at the end without an iterate.
-        (iterates, norms), values = jax.tree.map(lambda leaf: leaf[:filled], buffer)
+        if filled < course.slots:
+            buffer = jax.tree.map(lambda leaf: leaf[:filled], buffer)
+        (iterates, norms), values = buffer
         steps = before + course.steps[:filled]
         trace = Trace(steps, jax.vmap(self.problem.constrain)(iterates), norms)
         # Without a release the buffer has zeros in place of losses.

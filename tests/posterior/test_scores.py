@@ -33,7 +33,7 @@ def sums_of(points, shifts, scores, noise):
     size = points.shape[1]
     row = jnp.zeros(size)
     like = Observation(row, row, row, row)
-    sums = score_sums(like, jnp.asarray(0, jnp.int32), jnp.asarray(len(points), jnp.int32))
+    sums = score_sums(like, 0, len(points))
 
     def step(sums, each):
         index, *seen = each
