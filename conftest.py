@@ -28,9 +28,9 @@ if "JAXTYPING_DISABLE" not in os.environ:
     install_import_hook([f"numpyro_dp.{name}" for name in _CHECKED], "_typecheck.checked")
 
 
+_LONGEST_EXAMPLES = {"DPPBP", "Ledger", "audit_run", "choose"}
 _LONG_EXAMPLES = {
-    "DPPBP", "EP", "PBP", "tempering_model", "tempered", "choose", "rehearse", "Ledger",
-    "audit", "audit_run", "load", "NoiseAware",
+    "EP", "PBP", "tempering_model", "tempered", "rehearse", "audit", "load", "NoiseAware",
     "NoiseReuseError", "PosteriorSummary", "PosteriorWarning", "PrivacyReport",
     "RunInterrupted", "RunResult", "Statement", "save", "after", "tail_average", "SEP", "to_arviz",
     "noise_aware",
@@ -41,18 +41,20 @@ def pytest_collection_modifyitems(items):
     """Sorts the cases of each test into tiers.
 
     The first case is in the README's tier and the others are ``extended``. A mark changes that:
-    ``every_case`` keeps all in the first tier, ``table`` runs a tenth of the others in
+    ``every_case`` keeps all in the first tier, ``table`` runs a twentieth of the others in
     ``.ci/run``.
     """
     seen = collections.Counter()
     for item in items:
-        if isinstance(item, pytest.DoctestItem) and item.name.rpartition(".")[2] in _LONG_EXAMPLES:
-            item.add_marker("full")
+        if isinstance(item, pytest.DoctestItem):
+            name = item.name.rpartition(".")[2]
+            if name in _LONG_EXAMPLES | _LONGEST_EXAMPLES:
+                item.add_marker("extended" if name in _LONGEST_EXAMPLES else "full")
         if {"slow", "extended", "every_case"} & {mark.name for mark in item.iter_markers()}:
             continue
         name = item.nodeid.partition("[")[0]
         if seen[name]:
-            tenth = item.get_closest_marker("table") and seen[name] % 10 == 1
+            tenth = item.get_closest_marker("table") and seen[name] % 20 == 1
             item.add_marker("full" if tenth else "extended")
         seen[name] += 1
 

@@ -443,7 +443,7 @@ def test_a_mean_far_from_its_prior_is_found_with_few_latents(key):
     assert abs(found["m"]["mean"] - 52) < 4 * found["m"]["sd"] < 4
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore::numpyro_dp.posterior.PosteriorWarning")
 def test_a_scale_that_first_grows_and_then_falls_is_followed():
     """Residuals of a prior of 30 weights are five times those of the truth, and tell nothing."""

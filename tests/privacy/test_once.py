@@ -450,7 +450,10 @@ RESUMED = """
 
 @pytest.mark.slow
 @pytest.mark.operating_system_keys
-@pytest.mark.parametrize("given", [None, 11], ids=["fresh key", "given key"])
+@pytest.mark.parametrize("given", [
+    pytest.param(None, id="fresh key"),
+    pytest.param(11, id="given key", marks=pytest.mark.extended),
+])  # fmt: skip
 def test_processes_that_resume_one_state_share_no_noise(tmp_path, given):
     driver = svi(secret_key=given)
     state = driver.run(KEY, 2, X, **run).state
