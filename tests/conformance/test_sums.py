@@ -124,6 +124,7 @@ def check_sums(sums, pieces, clips, sizes):
         assert all(is_zero(zero[name]) for zero in (empty, worthless, hopeless))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", fast_where(FAST))
 def test_fast_sum_is_the_definition(name):
     pieces = single(name)

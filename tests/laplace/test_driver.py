@@ -219,6 +219,7 @@ def test_fit_takes_it_where_it_can_and_says_why_not():
 MEAN_OF_SLOPES = 0.0
 
 
+@pytest.mark.full
 def test_fit_compiles_a_model_once_and_sees_when_it_changes(monkeypatch):
     """Not again for other budgets and keys, but when a global that the model reads has changed."""
     programs = []
@@ -266,6 +267,7 @@ def few_are_dense(monkeypatch):
     return lower
 
 
+@pytest.mark.full
 def test_pairs_stay_if_a_record_sees_two_effects_of_a_site(few_are_dense):
     few_are_dense()
     first = jnp.arange(600, dtype=jnp.int32) % 6
@@ -338,7 +340,7 @@ def test_a_hierarchy_is_sampled_under_its_own_prior_and_pairs_of_effects_can_be_
         assert np.all(np.abs(each.mean(0) - effect) < 4 * each.std(0))
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_scale_far_from_its_prior_is_reached_by_more_stages():
     """Each stage moves the log of a scale by half at most, and the sum of their shares is 1."""
     for spread, more in ((0.03, True), (0.7, False)):
@@ -353,7 +355,7 @@ def test_a_scale_far_from_its_prior_is_reached_by_more_stages():
         assert "arrival" not in [finding.name for finding in posterior.diagnose().bad]
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore::numpyro_dp.posterior.PosteriorWarning")
 def test_sixty_columns_are_within_their_intervals():
     rng = np.random.default_rng(6)
@@ -372,6 +374,7 @@ def test_sixty_columns_are_within_their_intervals():
     assert np.mean(held) > 0.8
 
 
+@pytest.mark.full
 def test_rows_far_out_in_one_column_keep_their_weight():
     """Few rows tell most about the second effect. With small weights its sd is 1.3 times exact."""
     rng = np.random.default_rng(12)
@@ -390,6 +393,7 @@ def test_rows_far_out_in_one_column_keep_their_weight():
     assert np.mean(found) < 1.2 * np.sqrt(covariance[1, 1])
 
 
+@pytest.mark.full
 @pytest.mark.table
 @pytest.mark.parametrize(("prior", "epsilon"), [
     (dist.Normal(0, 10), 0.7), (dist.Normal(0, 100), 0.7), (dist.Cauchy(0, 2.5), 0.7),
@@ -432,7 +436,7 @@ def test_a_scale_far_from_its_prior_has_intervals_that_are_narrow_and_hold(model
             assert np.all(found[name]["sd"] < 3 * own)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize("key", [1, 2, 3])
 def test_a_mean_far_from_its_prior_is_found_with_few_latents(key):
     """In two dimensions a release tells little of the spread of a curvature around its guess."""

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
+import pytest
 from hostile_models import problem_of
 from models import given, slopes
 
@@ -24,6 +25,7 @@ def guessed(model, y):
     return first_guess(prior, {}, jax.random.key(0)), prior.decoded
 
 
+@pytest.mark.full
 def test_errors_of_weights_blur_a_residual_scale_and_nothing_else():
     """A residual of variance s^2 + x'Vx has the score x'Vx / s^2 in log s: one time tr(H V).
 
@@ -37,6 +39,7 @@ def test_errors_of_weights_blur_a_residual_scale_and_nothing_else():
         np.testing.assert_array_equal(ratios[:, 1:], 0)
 
 
+@pytest.mark.full
 def test_draws_from_a_wide_prior_are_narrowed_until_scores_keep_their_size():
     guess, prior = guessed(wide, np.ones(len(X), np.int32))
     share, _ = guess.near(prior.mean, prior.covariance)

@@ -218,6 +218,7 @@ def test_simulated_outcomes_have_score_0_on_average_and_the_curvature_is_its_slo
     assert abs(excess.mean()) <= 4 * excess.std() / np.sqrt(number)
 
 
+@pytest.mark.full
 def test_the_weight_of_rare_counts_does_not_know_their_centre():
     """If both came from the same outcomes, the mean score would be 20 standard errors from 0."""
     rate, counts, size = 0.2, np.arange(6), 20_000
@@ -232,8 +233,7 @@ def test_the_weight_of_rare_counts_does_not_know_their_centre():
     assert np.all(np.abs(scores.mean(0)) < 4 * error)
 
 
-@pytest.mark.full
-@pytest.mark.table
+@pytest.mark.extended
 @pytest.mark.parametrize(("name", "types"), [
     ("poisson", (np.int32, np.float32, np.uint8)), ("linear", (np.float32, np.int32)),
     ("bernoulli", (np.int32, np.float32, np.bool_)), ("censored, Weibull", (np.float32, np.int32)),

@@ -82,6 +82,7 @@ def step_of(estimator, model, args, options=None, **unit):
     return np.concatenate([np.ravel(found[name]) for name in sorted(found)])
 
 
+@pytest.mark.full
 @pytest.mark.table
 @pytest.mark.parametrize(
     ("case", "estimator"),
@@ -256,6 +257,7 @@ def test_a_table_of_bytes_may_hold_any_number():
     assert not len(check_records(model, X, GROUP % 3, X[:, 0]).impossible)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["in a loop", "with a rule"])
 def test_a_step_drops_what_a_loop_looks_up_outside(name):
     model, args = looked_up(FOUND[name]), (X, changed(GROUP, -1), X[:, 0])

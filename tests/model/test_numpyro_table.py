@@ -55,6 +55,7 @@ def _rows_to_run() -> list:
     ]  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.table
 @pytest.mark.filterwarnings("ignore:init_to_uniform.. skipping initialization")
 @pytest.mark.parametrize(("name", "verdict", "remark"), _rows_to_run())

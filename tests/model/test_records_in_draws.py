@@ -296,6 +296,7 @@ def late(x, y=None, again=False):
         numpyro.deterministic("training", jnp.asarray(Y[:5]))
 
 
+@pytest.mark.full
 def test_predict_looks_at_what_it_is_about_to_run(tmp_path: Any) -> None:
     posterior = fit(late, X, LABELS, epsilon=1.0, rng_key=KEY, progress_bar=False)
     posterior.save(tmp_path / "a.posterior")
@@ -314,6 +315,7 @@ def by_type(x, y=None):
     logistic()(x, y)
 
 
+@pytest.mark.full
 def test_predict_runs_what_was_looked_at() -> None:
     posterior = fit(by_type, X, LABELS, epsilon=1.0, rng_key=KEY, progress_bar=False)
     assert "training" not in posterior.predict(KEY, X[:3], num_samples=2)

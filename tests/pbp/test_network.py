@@ -202,7 +202,7 @@ def natural_sums(network, params, x, y):
     return total
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize("weight_precision", [4.0, None])
 def test_a_step_without_noise_is_that_of_natural_parameters(weight_precision):
     network, rate = RegressionNetwork((3,), weight_precision=weight_precision), 0.2

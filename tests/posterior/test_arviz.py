@@ -122,6 +122,7 @@ def test_chains_of_a_sampler():
         to_arviz(mcmc.get_samples(), mcmc.privacy, group_by_chain=True)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of matplotlib, by ArviZ's own calls
 def test_its_plots(made):
     """Forests and predictive checks are ArviZ's own: they read what is made here."""

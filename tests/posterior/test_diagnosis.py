@@ -181,6 +181,7 @@ def test_outcomes_that_vary_more_than_the_model_says_are_found(kind):
     assert sds[1] > 1.1 * sds[0]
 
 
+@pytest.mark.full
 def test_effects_that_only_their_scale_makes_alike_are_named():
     """Released values with an error of 3 and no scatter at all, and with an error of 0.2."""
 

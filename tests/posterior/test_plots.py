@@ -107,6 +107,7 @@ def test_utility_has_means_and_standard_errors():
         plots.utility({"epsilon": [0.0], "error": [1.0]}, "error")
 
 
+@pytest.mark.full
 def test_an_attack_is_bounded_by_both_inequalities_and_better_by_several_deltas(posterior):
     ax = plots.attack(PrivacyBudget(1.0, 1e-3))
     rates, bound = ax.lines[1].get_data()

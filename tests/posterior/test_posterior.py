@@ -370,12 +370,14 @@ def test_of_a_network():
     assert posterior.predict(KEY, X[:4], None, num_samples=3)["y"].shape == (3, 4)
 
 
+@pytest.mark.full
 def test_point_estimates_of_mixtures_have_none():
     driver = DPEM(2, **grouped(clip_norm=4.0, scale=0.3, **COMMON))
     with pytest.raises(ValueError, match="DPEM gives point estimates"):
         driver.run(KEY, 2, X, progress_bar=False).posterior  # noqa: B018
 
 
+@pytest.mark.full
 def test_a_prior_with_two_modes_is_not_normal_and_chains_in_both_are_kept():
     """Each component is normal, and so is the density around any one point."""
 

@@ -162,7 +162,7 @@ def reloaded(posterior, file, model, atol=0.1, **static):
     return loaded
 
 
-@pytest.mark.full
+@pytest.mark.extended
 @pytest.mark.parametrize("picks", [
     (lambda w, a: w[0] * a, lambda w, a: w[0] * a**2),
     (lambda w, a: w[0] * (a == 1), lambda w, a: w[0] * (a >= 1)),
@@ -206,6 +206,7 @@ def test_the_model_of_the_run_predicts_and_no_other_does(tmp_path):
         loaded.prior_draws(KEY, 3)
 
 
+@pytest.mark.full
 def test_static_keywords_belong_to_the_model(tmp_path):
     def model(x, y=None, *, sd):
         given(lambda x, w: dist.Bernoulli(logits=x @ w), w=slopes(sd))(x, y)
@@ -231,6 +232,7 @@ def test_parameters_of_a_network_are_in_the_file(tmp_path):
     assert np.ptp(loaded.predict(KEY, X[:3], num_samples=4000)["y"].mean(0)) > 0.5
 
 
+@pytest.mark.full
 def test_a_model_whose_arguments_a_file_cannot_tell(tmp_path):
     @jax.tree_util.register_dataclass
     @dataclasses.dataclass

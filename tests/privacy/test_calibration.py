@@ -149,7 +149,7 @@ def test_few_evaluations(rate, steps, monkeypatch):
     assert spent.call_count <= 6
 
 
-@pytest.mark.slow
+@pytest.mark.extended
 @pytest.mark.parametrize(("code", "limit"), [
     ("calibrate_noise(run(0.01, 400_000), PrivacyBudget(1.0, 1 / 30162))", 3.0),
     ("calibrate_noise(run(1 / 7000, 700_000), PrivacyBudget(1.0, 1e-6))", 10.0),

@@ -103,6 +103,7 @@ def test_every_driver_is_charged_once_with_its_event(run, file):
     assert pickle.loads(pickle.dumps(ledger)).entries == ledger.entries
 
 
+@pytest.mark.full
 def test_runs_are_composed_and_the_total_stops_one_before_it_reads_a_record(file, monkeypatch):
     ledger = Ledger(file, TOTAL)
     for number in range(3):
@@ -308,7 +309,7 @@ def test_a_sweep_charges_each_of_its_runs(file, tmp_path, monkeypatch):
         svi_of(ledger.budget(purpose="the rest")).sweep(keys, 3, X)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_refused_sweep_leaves_its_folder_free_and_a_refused_key_is_not_charged(file, tmp_path):
     ledger, keys = Ledger(file, TOTAL), jax.random.split(KEY, 2)
 

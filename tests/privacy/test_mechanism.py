@@ -126,6 +126,7 @@ def test_bounds_and_noise_have_at_least_single_precision(dtype):
     assert jax.tree.structure(released) == jax.tree.structure(signal())
 
 
+@pytest.mark.full
 def test_noise_of_leaves_of_two_precisions():
     """One draw for all coordinates, of one standard deviation; precisions stay as they are."""
     with wide(True):

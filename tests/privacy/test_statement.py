@@ -111,6 +111,7 @@ def test_figures_are_rounded_up_and_rates_of_attacks_are_bounds_close_to_exact_o
         assert exact <= bound <= 1.35 * exact
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", [
     {"attack": None}, {"attack": [[0.1]]}, {"released": None}, {"epsilon": "a"}, {"epsilon": -1},
     {"delta": None}, {"relation": "z"}, {"versions": 3}, "", "[]", "{}",

@@ -81,7 +81,7 @@ def one_run(**changes):
     return audit_run(driver, KEY, 10, x, y, canaries=range(60), guesses=40)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_one_run():
     found = one_run()
     assert 0.2 < found.lower <= found.claim
@@ -89,7 +89,7 @@ def test_one_run():
     assert one_run(budget=PrivacyBudget(40.0, 1e-5)).lower > 1.5
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_noise_that_two_steps_share_is_found(monkeypatch):
     """One step is as private as claimed, so `audit` sees nothing."""
     usual = step.PrivateParts.after_sum

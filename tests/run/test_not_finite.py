@@ -43,6 +43,7 @@ def test_a_record_without_an_outcome_adds_no_other_outcome(model):
     np.testing.assert_allclose(with_it, without, rtol=1e-4)
 
 
+@pytest.mark.full
 def test_the_noise_of_a_network_is_half_a_squared_residual():
     layout = RegressionNetwork((3,)).layout(2)
     size = sum(layout.sizes)

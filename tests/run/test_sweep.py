@@ -230,7 +230,7 @@ def test_a_folder_of_another_sweep_is_refused(tmp_path):
             sweep(**changes)
 
 
-@pytest.mark.full
+@pytest.mark.extended
 def test_a_folder_knows_arrays_that_a_model_captured(tmp_path):
     def sweep(scales):
         def captured(x):

@@ -244,6 +244,7 @@ def test_bad_ids_are_refused(ids, make, error, match):
         make().run(KEY, 2, X, Y, **({} if ids is None else {"unit": ids}))
 
 
+@pytest.mark.full
 def test_ids_must_not_be_traced_and_need_a_number_of_rows():
     svi = units()
     state = svi.init(KEY, X, Y, unit=IDS)
