@@ -17,9 +17,10 @@ from numpyro_dp.samplers import FullBatch
 
 KEY = jax.random.key(0)
 N = 400
-X = jax.random.normal(jax.random.key(1), (N, 3))
-Y = (jax.random.uniform(jax.random.key(2), (N,)) < jax.nn.sigmoid(X[:, 0])).astype(int)
-GROUP = jnp.arange(N) % 7
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(N, 3)).astype(np.float32)
+Y = (RNG.random(N) < 1 / (1 + np.exp(-X[:, 0]))).astype(np.int32)
+GROUP = np.arange(N, dtype=np.int32) % 7
 BUDGET = PrivacyBudget(1.0, 1e-5)
 
 
