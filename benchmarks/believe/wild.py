@@ -156,6 +156,33 @@ simple("complementary log-log",
            probs=jnp.clip(1 - jnp.exp(-jnp.exp(eta)), 1e-6, 1 - 1e-6))))  # fmt: skip
 simple("ordinal", regression(lambda eta, z: dist.OrderedLogistic(eta, z["c"]), c=ORDERED),
        truth=CUTS, intercept=False)  # fmt: skip
+FREE = dist.TransformedDistribution(
+    dist.Normal(0, 1.5).expand([6]).to_event(1), dist.transforms.OrderedTransform()
+)
+SEVEN = {"c": np.array([-1.5, -0.8, -0.2, 0.3, 0.9, 1.6])}
+simple("ordinal, seven levels", regression(lambda eta, z: dist.OrderedLogistic(eta, z["c"]),
+                                           c=FREE), truth=SEVEN, intercept=False)  # fmt: skip
+simple("ordinal probit, seven levels", regression(
+    lambda eta, z: dist.Categorical(logits=jnp.log(jnp.diff(
+        jax.scipy.stats.norm.cdf(z["c"] - eta[:, None]), prepend=0, append=1) + 1e-6)),
+    c=FREE), truth=SEVEN, intercept=False)  # fmt: skip
+
+
+@kind("two components")
+def components(rng, n):
+    def model(x, y=None):
+        p, s = S("p", dist.Beta(2.0, 2.0)), S("s", dist.HalfNormal(1.0).expand([2]).to_event(1))
+        base = dist.Normal(0, 2.0).expand([2]).to_event(1)
+        m = S("m", dist.TransformedDistribution(base, dist.transforms.OrderedTransform()))
+        with numpyro.plate("records", x.shape[0]):
+            S("y", dist.MixtureSameFamily(
+                dist.Categorical(probs=jnp.stack([p, 1 - p])), dist.Normal(m, s)
+            ), obs=y)  # fmt: skip
+
+    truth = {"p": 0.4, "m": np.array([-1.0, 1.5]), "s": np.array([0.6, 0.9])}
+    return model, (np.zeros(n, np.float32),), truth
+
+
 simple("binomial", regression(lambda eta, _: dist.Binomial(10, logits=eta)))
 simple("beta-binomial", regression(
     lambda eta, z: dist.BetaBinomial(z["k"] * jax.nn.sigmoid(eta), z["k"] * jax.nn.sigmoid(-eta),

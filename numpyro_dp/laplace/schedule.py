@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Antithetic pairs of draws in a stage. Fewer, if simulated outcomes are evenly spread.
-PAIRS, PAIRS_SPREAD = 24, 12
+# Antithetic pairs of draws in a stage. Twice as many do not come nearer to the mode, unless the
+# draws also have to average the errors of outcomes that are simulated independently.
+PAIRS, PAIRS_INDEPENDENT = 12, 24
 _SIZE = 0.01  # part of mu^2 for the size of a typical score
 SIZE_RANGE = 64.0  # that size may be up to this factor below or above the public guess
 _PRIOR_SIZE = 1.0  # prior standard deviation of the log of that size
@@ -26,6 +27,7 @@ _CURVATURE_FAR = 0.6
 # or if the mean square over all latents is larger. More stages follow, before the last four.
 FAR = 5.0
 NEAR = 0.5  # also if the next draws have a smaller part of the covariance than this
+WIDE = 4.0  # or the posterior is this much wider than the curvature says that it could be
 LAST = 4
 MOST_FAR = 12  # largest number of such stages
 # Share of each. Far away, scores are large, and more precision than NOISE_FAR of them is wasted.
@@ -36,6 +38,8 @@ SHARE_FAR, MOST_SHARE_FAR, NOISE_FAR = 0.03, 0.06, 0.5
 LONGEST, LONG = 2.0, 1.5
 ALONG = 2.5  # posterior sds of the last two steps along the way from the prior's mean
 LOSS_BOUND = 2.0  # on a record's loss of curvature, over that on the curvature
+# Below this kappa so many records are clipped that no column alone is to blame for lost curvature.
+KEPT = 0.7
 _POWER = 0.02  # part of a stage
 _LOSS = 0.02  # part of a stage, except for the last
 _EXCESS = 0.02  # part of the last stage

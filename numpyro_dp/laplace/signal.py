@@ -286,10 +286,11 @@ def _listed(scores: Scores, request: Request, draws: Array, _: Array) -> tuple[A
     return entries(scores, request, score, product, power, excess, kept)
 
 
-def are_spread(outcomes: Outcomes) -> bool:
-    """Whether outcomes are simulated at even levels of their distribution.
+def are_independent(outcomes: Outcomes) -> bool:
+    """Whether the simulated outcomes of a record are drawn independently of each other.
 
-    Several values, such as the rows of a unit, are drawn independently, and so are mixtures.
+    Several values are, such as the rows of a unit, and mixtures. Others take even levels of their
+    distribution.
     """
     if outcomes.number or outcomes.censored:
         return False
@@ -298,7 +299,7 @@ def are_spread(outcomes: Outcomes) -> bool:
     def drawn(levels: Array) -> Values:
         return outcomes.simulate(flat, blank, jax.random.key(0), levels)
 
-    return bool(depends_on_inputs(drawn, jnp.zeros(2)))
+    return not depends_on_inputs(drawn, jnp.zeros(2))
 
 
 def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tuple[Array, ...]:

@@ -19,6 +19,7 @@ from numpyro_dp.laplace.schedule import (
     ALONG,
     FAR,
     GROWTH,
+    KEPT,
     LAST,
     LONG,
     LONGEST,
@@ -28,8 +29,9 @@ from numpyro_dp.laplace.schedule import (
     NEAR,
     NOISE_FAR,
     PAIRS,
-    PAIRS_SPREAD,
+    PAIRS_INDEPENDENT,
     SHARE_FAR,
+    WIDE,
     Kind,
     Schedule,
     believed_size,
@@ -40,7 +42,7 @@ from numpyro_dp.laplace.signal import (
     LaplaceProblem,
     Request,
     StageOptimizer,
-    are_spread,
+    are_independent,
     staged_scores,
     symmetric,
 )
@@ -181,7 +183,7 @@ class Run:
         before = self._expected
         self._draw_around()
         ratios = np.ones(self.size)
-        if weights[4]:
+        if weights[4] and self.kappa > KEPT:
             bound = LOSS_BOUND * clips[1]
             seen = bound * loss / weights[4], bound / mu[4]
             self.loss, ratios = self.loss.read(self.stages[-1], *seen)
@@ -255,9 +257,11 @@ class Run:
         left, more = len(plan.kinds) - release - 1, len(plan.kinds) - self._planned_at_first
         steps = self.steps()
         far = max(np.max(steps[:-1]), steps[-1] ** 2) > FAR or self._persists()
-        far = far or self._spread < NEAR  # short steps, because little is known yet
-        # A stage that hides its score in noise would throw the run back.
         stage = self.stages[-1]
+        # Short steps in posterior standard deviations, because little is known yet.
+        wide = np.sum(self._decoded * stage.curvature_floored) > WIDE**2 * self.size
+        far = far or wide or self._spread < NEAR
+        # A stage that hides its score in noise would throw the run back.
         length = np.linalg.norm(stage.whitening @ stage.score)
         noise = stage.score_noise * math.sqrt(self.size) / max(length, 1e-300)
         # With this share, the noise would be NOISE_FAR of a score like the newest one.
@@ -375,7 +379,8 @@ class Stages(Driver):
 
     def __init__(self, settings: RunSettings, outcomes: Outcomes, groups: np.ndarray) -> None:
         pairs = pairs_of(groups)
-        scores = staged_scores(outcomes, PAIRS_SPREAD if are_spread(outcomes) else PAIRS, pairs)
+        number = PAIRS_INDEPENDENT if are_independent(outcomes) else PAIRS
+        scores = staged_scores(outcomes, number, pairs)
         method = Method(scores, StageOptimizer(pairs, has_tail(outcomes)), ("DPLaplace",))
         super().__init__(method, settings)
         self._outcomes = outcomes

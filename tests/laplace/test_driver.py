@@ -436,6 +436,28 @@ def test_a_scale_far_from_its_prior_has_intervals_that_are_narrow_and_hold(model
             assert np.all(found[name]["sd"] < 3 * own)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("key", [1, 4, 7])
+def test_thresholds_of_seven_levels_are_found(key):
+    """Under their prior hardly any outcome has a middle level, and scores of others are long."""
+
+    def levels(eta, c):
+        below = jax.scipy.stats.norm.cdf(c - eta[:, None])
+        return dist.Categorical(logits=jnp.log(jnp.diff(below, prepend=0, append=1) + 1e-6))
+
+    free = dist.TransformedDistribution(
+        dist.Normal(0, 1.5).expand([6]).to_event(1), dist.transforms.OrderedTransform()
+    )
+    rng = np.random.default_rng(5)
+    x, w = rng.normal(size=(3000, 4)).astype(np.float32), np.array([0.5, -0.3, 0.2, 0.0])
+    y = np.digitize(x @ w + rng.normal(size=3000), [-1.5, -0.8, -0.2, 0.3, 0.9, 1.6])
+    posterior = repeated(glm(levels, c=free), (x, y.astype(np.int32)), key)
+    found = posterior.summary()["w"]
+    # Without privacy the standard deviations are .02.
+    assert np.all(np.abs(found["mean"] - w) < 4 * found["sd"]) and np.all(found["sd"] < 0.05)
+    assert not posterior.diagnose().bad
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("key", [1, 2, 3])
 def test_a_mean_far_from_its_prior_is_found_with_few_latents(key):
