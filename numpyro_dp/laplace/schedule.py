@@ -32,6 +32,7 @@ LAST = 4
 MOST_FAR = 12  # largest number of such stages
 # Share of each. Far away, scores are large, and more precision than NOISE_FAR of them is wasted.
 SHARE_FAR, MOST_SHARE_FAR, NOISE_FAR = 0.03, 0.06, 0.5
+KEPT_BACK = 0.25  # part of the budget that such stages leave for the planned ones
 # The run has not arrived if the last step of a latent is longer than LONGEST + sqrt(2 log d), which
 # grows like the largest of d normal numbers, or the root mean square is longer than
 # LONG (1 + 1 / sqrt d).

@@ -20,6 +20,7 @@ from numpyro_dp.laplace.schedule import (
     FAR,
     GROWTH,
     KEPT,
+    KEPT_BACK,
     LAST,
     LONG,
     LONGEST,
@@ -267,6 +268,8 @@ class Run:
         # With this share, the noise would be NOISE_FAR of a score like the newest one.
         share = max(SHARE_FAR, plan.shares[release] * (noise / NOISE_FAR) ** 2)
         if not far or share > MOST_SHARE_FAR or not 0 < left <= LAST or more >= MOST_FAR:
+            return plan
+        if math.fsum(plan.shares[release + 1 :]) - share < KEPT_BACK:
             return plan
         return plan.with_stage(release + 1, share)
 

@@ -458,6 +458,22 @@ def test_thresholds_of_seven_levels_are_found(key):
     assert not posterior.diagnose().bad
 
 
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::numpyro_dp.posterior.PosteriorWarning")
+def test_a_run_that_never_arrives_keeps_a_budget_for_its_last_stages():
+    """Stages that are added take their part from later ones. Once they took more than there was."""
+    base = dist.Normal(0, 2).expand([3]).to_event(1)
+    ordered = dist.TransformedDistribution(base, dist.transforms.OrderedTransform())
+    three = of(
+        lambda p, m, s: dist.MixtureSameFamily(dist.Categorical(probs=p), dist.Normal(m, s)),
+        p=dist.Dirichlet(2 * jnp.ones(3)), m=ordered, s=dist.HalfNormal(1),
+    )  # fmt: skip
+    rng, means = np.random.default_rng(0), np.array([-2, 0, 2.5])
+    y = means[rng.integers(3, size=3000)] + 0.5 * rng.normal(size=3000)
+    found = repeated(three, (y.astype(np.float32),), 5).summary()["m"]
+    assert np.all(np.abs(found["mean"] - means) < 4 * found["sd"])
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize("key", [1, 2, 3])
 def test_a_mean_far_from_its_prior_is_found_with_few_latents(key):
