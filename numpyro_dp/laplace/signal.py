@@ -323,10 +323,13 @@ def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tu
             one, other = scores.at(draw, outcome), scores.at(partner, outcome, weighted=False)
             return outcome, one, other
 
-        moments = outcomes.moments(draw, scores.example) if outcomes.scalar else (0.0, 1.0)
-        return moments, scores.at(draw, scores.own), *jax.vmap(replicate)(keys, levels)
+        return (
+            outcomes.moments(draw, scores.example),
+            scores.at(draw, scores.own),
+            *jax.vmap(replicate)(keys, levels),
+        )
 
-    (mean, variance), own, outcome, there, slope = jax.vmap(at)(draws, others, keys, levels)
+    moments, own, outcome, there, slope = jax.vmap(at)(draws, others, keys, levels)
     there, norm = scores.bounded(there)
     slope, slope_norm = scores.bounded(slope)
     clipped, short = shortened(there, norm, score_clip), jnp.minimum(norm, score_clip)
@@ -348,8 +351,8 @@ def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tu
     weight, crossed = jnp.mean(weights), weights[::-1]
     product = outer_products(crossed[:, None] * clipped, slope) / norm.size
     score = jnp.mean(crossed[:, None] * (observed - centres), axis=0)
-    if outcomes.scalar:
-        (value,) = outcome.values()
+    if moments is not None:
+        (value,), (mean, variance) = outcome.values(), moments
         centred = value.reshape(norm.shape).astype(norm.dtype) - mean[:, None]
         along = centred / jnp.sqrt(variance + TINY)[:, None]
         row = total(along[..., None] * clipped) / norm.size

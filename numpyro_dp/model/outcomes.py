@@ -186,10 +186,15 @@ class Outcomes(NamedTuple):
         """One listed value in the form of ``own``."""
         return {name: jnp.full(x.shape, value.astype(x.dtype)) for name, x in own.items()}
 
-    def moments(self, flat: Array, example: Arrays) -> tuple[Array, Array]:
-        """Mean and variance of a single outcome."""
+    def moments(self, flat: Array, example: Arrays) -> tuple[Array, Array] | None:
+        """Mean and variance of a single outcome, or ``None`` if NumPyro has none."""
+        if not self.scalar:
+            return None
         fn = self._distribution(flat, example)
-        return jnp.reshape(fn.mean, ()), jnp.reshape(fn.variance, ())
+        try:
+            return jnp.reshape(fn.mean, ()), jnp.reshape(fn.variance, ())
+        except NotImplementedError:
+            return None
 
     def check_mean(self, given: PyTree, at: Callable[[PyTree], tuple[Outcomes, Array]]) -> None:
         """Raises if the scores of other outcomes need not have mean 0.

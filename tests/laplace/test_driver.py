@@ -437,6 +437,24 @@ def test_a_scale_far_from_its_prior_has_intervals_that_are_narrow_and_hold(model
 
 
 @pytest.mark.full
+def test_outcomes_need_no_moments():
+    """NumPyro has neither mean nor variance of most transformed distributions."""
+    log_logistic = glm(
+        lambda eta, s: dist.TransformedDistribution(
+            dist.Logistic(eta, s), dist.transforms.ExpTransform()
+        ),
+        s=dist.HalfNormal(1),
+    )
+    rng, w = np.random.default_rng(0), np.array([0.5, -0.3, 0.0])
+    x = rng.normal(size=(3000, 3)).astype(np.float32)
+    y = np.exp(x @ w + 0.5 * rng.logistic(size=3000)).astype(np.float32)
+    found = repeated(log_logistic, (x, y), 1).summary()
+    for name, true in (("w", w), ("s", 0.5)):
+        assert np.all(np.abs(found[name]["mean"] - true) < 4 * found[name]["sd"])
+        assert np.all(found[name]["sd"] < 0.03)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("key", [1, 4, 7])
 def test_thresholds_of_seven_levels_are_found(key):
     """Under their prior hardly any outcome has a middle level, and scores of others are long."""
