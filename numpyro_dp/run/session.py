@@ -318,9 +318,7 @@ class Session:
         carry, buffer = progress.carry, progress.buffer
         folded = None if fold is None else fold.result(carry.folded)
         # Rounding up the stride can leave slots at the end without an iterate.
-        if filled < course.slots:
-            buffer = jax.tree.map(lambda leaf: leaf[:filled], buffer)
-        (iterates, norms), values = buffer
+        (iterates, norms), values = jax.tree.map(lambda leaf: leaf[:filled], buffer)
         steps = before + course.steps[:filled]
         trace = Trace(steps, jax.vmap(self.problem.constrain)(iterates), norms)
         # Without a release the buffer has zeros in place of losses.
