@@ -32,7 +32,7 @@ LAST = 4
 MOST_FAR = 12  # largest number of such stages
 # Share of each. Far away, scores are large, and more precision than NOISE_FAR of them is wasted.
 SHARE_FAR, MOST_SHARE_FAR, NOISE_FAR = 0.03, 0.06, 0.5
-KEPT_BACK = 0.25  # part of the budget that such stages leave for the planned ones
+RESERVE = 0.25  # part of the budget that such stages leave for the planned ones
 # The run has not arrived if the last step of a latent is longer than LONGEST + sqrt(2 log d), which
 # grows like the largest of d normal numbers, or the root mean square is longer than
 # LONG (1 + 1 / sqrt d).
@@ -40,7 +40,7 @@ LONGEST, LONG = 2.0, 1.5
 ALONG = 2.5  # posterior sds of the last two steps along the way from the prior's mean
 LOSS_BOUND = 2.0  # on a record's loss of curvature, over that on the curvature
 # Below this kappa so many records are clipped that no column alone is to blame for lost curvature.
-KEPT = 0.7
+LEAST_KAPPA = 0.7
 _POWER = 0.02  # part of a stage
 _LOSS = 0.02  # part of a stage, except for the last
 _EXCESS = 0.02  # part of the last stage

@@ -19,9 +19,8 @@ from numpyro_dp.laplace.schedule import (
     ALONG,
     FAR,
     GROWTH,
-    KEPT,
-    KEPT_BACK,
     LAST,
+    LEAST_KAPPA,
     LONG,
     LONGEST,
     LOSS_BOUND,
@@ -31,6 +30,7 @@ from numpyro_dp.laplace.schedule import (
     NOISE_FAR,
     PAIRS,
     PAIRS_INDEPENDENT,
+    RESERVE,
     SHARE_FAR,
     WIDE,
     Kind,
@@ -184,7 +184,7 @@ class Run:
         before = self._expected
         self._draw_around()
         ratios = np.ones(self.size)
-        if weights[4] and self.kappa > KEPT:
+        if weights[4] and self.kappa > LEAST_KAPPA:
             bound = LOSS_BOUND * clips[1]
             seen = bound * loss / weights[4], bound / mu[4]
             self.loss, ratios = self.loss.read(self.stages[-1], *seen)
@@ -269,7 +269,7 @@ class Run:
         share = max(SHARE_FAR, plan.shares[release] * (noise / NOISE_FAR) ** 2)
         if not far or share > MOST_SHARE_FAR or not 0 < left <= LAST or more >= MOST_FAR:
             return plan
-        if math.fsum(plan.shares[release + 1 :]) - share < KEPT_BACK:
+        if math.fsum(plan.shares[release + 1 :]) - share < RESERVE:
             return plan
         return plan.with_stage(release + 1, share)
 
