@@ -320,7 +320,10 @@ class DPLaplace:
                 findings += [finding_of_arrival(float(np.max(stages.steps())), prior.decoded)]
             if not any(finding.bad for finding in findings):
                 findings += findings_of_unseen(*stages.unseen)
-        posterior = source.posterior(draws, report, method, tuple(notes), findings=findings)
+        likelihood = prior.likelihood(precision, linear)
+        posterior = source.posterior(
+            draws, report, method, tuple(notes), findings=findings, likelihood=likelihood
+        )
         posterior.warn()
         return posterior
 

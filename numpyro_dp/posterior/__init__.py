@@ -4,11 +4,14 @@ from numpyro_dp.posterior.averaging import Average, average, drift_check
 from numpyro_dp.posterior.choice import Choice, choose
 from numpyro_dp.posterior.combining import Combined, combine
 from numpyro_dp.posterior.diagnosis import Diagnosis, Finding, PosteriorWarning
+from numpyro_dp.posterior.evidence import Evidence
 from numpyro_dp.posterior.folds import TailAverage, tail_average
 from numpyro_dp.posterior.inference_data import to_arviz
 from numpyro_dp.posterior.noise_aware import NoiseAware, noise_aware
+from numpyro_dp.posterior.pooling import pool
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.posterior.rehearsal import Rehearsal, rehearse
+from numpyro_dp.posterior.released import Likelihood
 from numpyro_dp.posterior.samples import posterior_samples
 from numpyro_dp.posterior.summary import PosteriorSummary
 
@@ -17,7 +20,9 @@ __all__ = [
     "Choice",
     "Combined",
     "Diagnosis",
+    "Evidence",
     "Finding",
+    "Likelihood",
     "NoiseAware",
     "Posterior",
     "PosteriorSummary",
@@ -29,6 +34,7 @@ __all__ = [
     "combine",
     "drift_check",
     "noise_aware",
+    "pool",
     "posterior_samples",
     "rehearse",
     "tail_average",

@@ -7,7 +7,7 @@ likelihood. A hash of the traced program would differ between versions of JAX.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -81,14 +81,22 @@ def model_of_run(
             f"The model does not run on arguments like those of the run, {shapes}: {error} "
             f"{_REMEDY}"
         ) from error
-    other = sorted((found.keys() ^ sites.keys()) | (names.keys() ^ params.keys()))
-    other = other or [name for name in sites if not _is_close(found[name], sites[name])]
+    every = sorted(found.keys() | sites.keys())
+    other = other_densities({"sites": found}, {"sites": sites}, every)
+    other += sorted(names.keys() ^ params.keys())
     if other:
         raise ValueError(
             f"This is another model than that of the run: {other} are missing, or have other "
             f"densities. Draws would be wrong for it. {_REMEDY}"
         )
     return model
+
+
+def other_densities(one: Densities, other: Densities, names: Iterable[str]) -> list[str]:
+    """Names of those sites that only one has, or whose densities differ."""
+    own, found = one["sites"], other["sites"]
+    both = own.keys() & found.keys()
+    return [name for name in names if name not in both or not _is_close(own[name], found[name])]
 
 
 def _is_close(*values: list[float | None]) -> bool:
@@ -116,14 +124,14 @@ def _described(value: PyTree) -> PyTree:
     raise TypeError(f"{type(value).__name__} is not known.")
 
 
-def _invented(shapes: PyTree, point: int) -> PyTree:
+def invented(shapes: PyTree, point: int) -> PyTree:
     """Arguments that :func:`_described` described, with invented values."""
     if isinstance(shapes, list):
-        return [_invented(each, point) for each in shapes]
+        return [invented(each, point) for each in shapes]
     if not isinstance(shapes, dict):
         return shapes
     if "dict" in shapes:
-        return {name: _invented(each, point) for name, each in shapes["dict"].items()}
+        return {name: invented(each, point) for name, each in shapes["dict"].items()}
     size, dtype = int(np.prod(shapes[_SHAPE])), jnp.dtype(shapes[_DTYPE])
     if jnp.issubdtype(dtype, jnp.floating):
         found = _numbers(size, point) if point else np.ones(size)
@@ -152,7 +160,7 @@ def _densities(
 
 
 def _trace(model: Callable[..., object], plate: str, shapes: PyTree, point: int) -> Sites:
-    args, kwargs = _invented(shapes, point)
+    args, kwargs = invented(shapes, point)
     middle = functools.partial(_middle, point=point)
     fn = handlers.substitute(one_record(model, plate), substitute_fn=middle)
     with jax.default_matmul_precision("highest"):  # the same on all processors

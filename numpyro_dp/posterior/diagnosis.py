@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import numpy as np
 
+from numpyro_dp._lazy import stats
+from numpyro_dp.posterior.algebra import solve
 from numpyro_dp.posterior.draws import Normal, Vectors
 from numpyro_dp.posterior.likelihood import Prior
 from numpyro_dp.privacy.budget import LARGEST_EPSILON
@@ -28,6 +30,9 @@ _MOST_PRIOR = 0.6  # part of the variance of the prior, as a mean over latents
 # Latents of a site that a hierarchy may pool, a posterior much narrower than the release, and a
 # release that leaves so much of the prior.
 _POOLED, _MUCH_NARROWER, _LITTLE = 3, 0.4, 1 / 3
+_UNLIKELY = 1e-3
+# Findings that follow from the prior or from the report, and are made again under another prior.
+OF_PRIOR = ("prior", "conflict", "pooling", "delta", "epsilon", "budget")
 _CONFLICT = 2.0  # prior sds between the means of posterior and prior, root mean square
 _PACKAGE = str(pathlib.Path(__file__).parents[1])
 _MORE = (
@@ -244,6 +249,23 @@ def findings_of_normal(mean: np.ndarray, covariance: np.ndarray, prior: Prior) -
             "expects."
         )))  # fmt: skip
     return found
+
+
+def findings_of_conflict(precision: np.ndarray, linear: np.ndarray, prior: Prior) -> list[Finding]:
+    r"""Whether a released likelihood and another prior disagree.
+
+    Under the prior, :math:`b - P p_0` has the covariance :math:`P + P \Lambda^{-1} P`.
+    """
+    pull, size = linear - precision @ prior.mean, len(linear)
+    covariance = precision + precision @ prior.covariance @ precision
+    distance = float(pull @ solve(covariance, pull))
+    if stats.chi2.sf(distance, size) > _UNLIKELY:
+        return []
+    return [Finding("conflict", True, (
+        "The prior and the released values disagree: they are "
+        f"{math.sqrt(distance / size):.1f} standard deviations apart, as a root mean square over "
+        "latents. Check the prior, or make it wider."
+    ))]  # fmt: skip
 
 
 def findings_of_pooling(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,18 +15,29 @@ from numpyro.distributions import biject_to
 
 from numpyro_dp._compat import jit_once
 from numpyro_dp._tree import select
-from numpyro_dp.core import Kwargs, Sites, Values
+from numpyro_dp.core import Kwargs, NumPyroFn, PyTree, Sites, Values
 from numpyro_dp.model.density import Model
-from numpyro_dp.model.public import PublicValues
-from numpyro_dp.model.records import Arguments
-from numpyro_dp.model.separation import one_record
+from numpyro_dp.model.held import is_array
+from numpyro_dp.model.outcomes import Outcomes, unconstrained_prior
+from numpyro_dp.model.public import PublicValues, UnsupportedModelError
+from numpyro_dp.model.records import Arguments, Layout, ModelStructure
+from numpyro_dp.model.separation import one_record, traced
 from numpyro_dp.posterior.averaging import SHORTEST, drift_check
-from numpyro_dp.posterior.densities import densities_of_model
-from numpyro_dp.posterior.diagnosis import Finding, findings_of_report
+from numpyro_dp.posterior.densities import Densities, densities_of_model, invented, other_densities
+from numpyro_dp.posterior.diagnosis import (
+    Finding,
+    findings_of_conflict,
+    findings_of_normal,
+    findings_of_pooling,
+    findings_of_report,
+)
 from numpyro_dp.posterior.draws import Draws, SiteDraws
 from numpyro_dp.posterior.posterior import Posterior
+from numpyro_dp.posterior.prior import ModelPrior, read_prior
+from numpyro_dp.posterior.released import Likelihood
 from numpyro_dp.posterior.samples import posterior_samples
 from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.privacy.statement import Statement
 from numpyro_dp.run.results import Trace
 
 NOISE_INCLUDED = "The intervals include the noise of privacy."
@@ -41,6 +54,7 @@ class ModelSource(NamedTuple):
         params: Constrained value of each ``numpyro.param`` in the model.
         factors: Names of the factors and observed sites that read no record.
         public: What was accepted as public, or ``None`` for a model of this package.
+        alone: Whether no public array is among the arguments. A file can then replace them.
 
     Example:
         >>> from numpyro_dp.extend import Driver
@@ -58,6 +72,7 @@ class ModelSource(NamedTuple):
     params: Values
     factors: tuple[str, ...] = ()
     public: PublicValues | None = None
+    alone: bool = False
 
     @classmethod
     def of(cls, model: Model, shared: tuple[Array, ...], params: Values) -> ModelSource:
@@ -73,17 +88,19 @@ class ModelSource(NamedTuple):
         return cls(
             model.fn, structure.latents, structure.data_plate,
             structure.layout.placeholder(shared), own, structure.prior_factors, structure.public,
+            not shared,
         )  # fmt: skip
 
     def posterior(
         self,
         draws: Draws | dict[str, Array],
-        privacy: PrivacyReport,
+        privacy: PrivacyReport | Statement,
         method: str,
         notes: tuple[str, ...] = (),
         converged: bool = True,
         findings: Iterable[Finding] = (),
         noise_included: bool | None = None,
+        likelihood: Likelihood | None = None,
     ) -> Posterior:
         """Returns a :class:`Posterior` with these draws of the global latents, and no others.
 
@@ -96,11 +113,13 @@ class ModelSource(NamedTuple):
             findings: What the method found.
             noise_included: Whether the draws include the noise of privacy, which the posterior
                 then says. ``None`` if it should say nothing.
+            likelihood: The released likelihood, if the method has one.
         """
         drawn: Draws = SiteDraws(draws) if isinstance(draws, dict) else draws
         if noise_included:
             notes = (NOISE_INCLUDED, *notes)
-        if noise_included is False and privacy.noise_multiplier > 0:
+        report = privacy if isinstance(privacy, PrivacyReport) else None
+        if noise_included is False and report is not None and report.noise_multiplier > 0:
             text = "The intervals leave out the noise of privacy, so they are too narrow."
             findings = (*findings, Finding("intervals", True, text))
         prior: Draws | None = self._prior
@@ -110,18 +129,181 @@ class ModelSource(NamedTuple):
             prior = None
         if prior is not None and self.factors:
             notes += (f"The share of the prior leaves out the factors {list(self.factors)}.",)
-        findings = (*findings, *findings_of_report(privacy))
+        findings = (*findings, *(findings_of_report(report) if report is not None else ()))
+        return Posterior(
+            prior=prior, draws=lambda rng_key, number: select(drawn(rng_key, number), self.latents),
+            unconstrain=self.unconstrained, privacy=privacy, method=method, notes=notes,
+            converged=converged, findings=findings, likelihood=likelihood, source=self,
+            **self.fixed_parts,
+        )  # fmt: skip
+
+    def read_prior(self, seen: Iterable[str]) -> ModelPrior:
+        """Returns the model's prior, for a likelihood of the latent sites ``seen``.
+
+        Raises:
+            UnsupportedModelError: If the prior cannot be drawn from.
+        """
+        leaves, treedef = jax.tree.flatten(tuple(self.arguments))
+        kinds = "".join("s" if is_array(leaf) else "c" for leaf in leaves)
+        constants = tuple(leaf for leaf in leaves if not is_array(leaf))
+        shared = tuple(leaf for leaf in leaves if is_array(leaf))
+        # To a prior, all arguments are public: those of records are placeholders.
+        layout = Layout(treedef, kinds, constants, (), 1)
+        structure = ModelStructure(
+            self.plate, layout, self.latents, (), self.factors, (), draws=True
+        )
+        model = Model(self._filled, structure)
+        drawn = jax.eval_shape(lambda: unconstrained_prior(model, shared, jax.random.key(0)))
+        shapes = {name: value.shape for name, value in drawn.items()}
+        outcomes = Outcomes(model, shared, tuple(sorted(seen)), shapes, 0, False, False)
+        return read_prior(outcomes, jax.random.key(0))
+
+    @classmethod
+    def of_file(
+        cls, fn: NumPyroFn, saved: Densities, params: Values, public: PublicValues | None
+    ) -> ModelSource:
+        """The parts of a model whose arguments are invented, as those of a saved posterior.
+
+        Args:
+            fn: The model, with static keywords and parameters filled in.
+            saved: What :meth:`densities` returned before saving.
+            params: Constrained values of the model's parameters.
+            public: What was accepted as public.
+        """
+        arguments = Arguments(*invented(saved["arguments"], 0))
+        source = cls(fn, (), saved["plate"], arguments, params, (), public, True)
+        _, latents, factors, _ = source._sites(fn)
+        return source._replace(latents=latents, factors=factors)
+
+    def with_model(self, fn: NumPyroFn, likelihood: Likelihood) -> ModelSource:
+        """Returns the same with another prior.
+
+        Args:
+            fn: The model with the other prior, static keywords filled in.
+            likelihood: The likelihood of the latents that it has to have.
+
+        Raises:
+            ValueError: If its latents or its likelihood are others.
+            UnsupportedModelError: If it holds arrays that are not public, or has parameters.
+        """
+        params, latents, factors, inside = self._sites(fn)
+        if params or not all(inside.values()):
+            raise UnsupportedModelError(
+                "The model has parameters, or latents of single records. Another prior needs "
+                "latent sites that all records share."
+            )
+        if missing := sorted(likelihood.sites.keys() - set(latents)):
+            raise ValueError(
+                f"The model has no latent sites {missing}, but the run tells about them: it has "
+                f"{list(latents)}. Keep their names, and draw them with numpyro.sample from the "
+                "other prior, such as Normal(0, tau). A product of latents cannot take their place."
+            )
+        public = None if self.public is None else self.public.copy()
+        if public is not None:
+
+            def values() -> PyTree:
+                trace = traced(fn, self.plate, self.arguments)
+                sites = select(trace, (*latents, *factors))
+                return [[s["fn"].log_prob(s["value"]), s["value"]] for s in sites.values()]
+
+            # Of the run, whose records are placeholders here.
+            public.trust(leaf for leaf in jax.tree.leaves(tuple(self.arguments)) if is_array(leaf))
+            public.check("model with another prior", values, once=True)
+        source = self._replace(fn=fn, latents=latents, params={}, factors=factors, public=public)
+        own, other = self.densities(), source.densities()
+        if own is None or other is None:
+            warnings.warn(
+                "The arguments of this model do not allow to compare likelihoods. Make sure that "
+                "only the prior differs from that of the run.", stacklevel=3,
+            )  # fmt: skip
+        elif changed := other_densities(own, other, sorted({*inside, *self.inside})):
+            raise ValueError(
+                f"The likelihood is another one than that of the run: {changed} are missing, or "
+                "have other densities or shapes. Change priors alone. Another likelihood needs "
+                "another run."
+            )
+        return source
+
+    def _sites(
+        self, fn: NumPyroFn
+    ) -> tuple[list[str], tuple[str, ...], tuple[str, ...], dict[str, bool]]:
+        """Names of parameters, latents and factors outside the plate, and of sites inside it.
+
+        Of the last ones also whether they are observed.
+        """
+        trace = traced(fn, self.plate, self.arguments)
+        samples = {name: site for name, site in trace.items() if site["type"] == "sample"}
+        inside = {
+            name: bool(site["is_observed"]) for name, site in samples.items()
+            if any(frame.name == self.plate for frame in site["cond_indep_stack"])
+        }  # fmt: skip
+        outside = {name: site for name, site in samples.items() if name not in inside}
+        return (
+            [name for name, site in trace.items() if site["type"] == "param"],
+            tuple(name for name, site in outside.items() if not site["is_observed"]),
+            tuple(name for name, site in outside.items() if site["is_observed"]),
+            inside,
+        )
+
+    def with_prior(
+        self,
+        likelihood: Likelihood,
+        rng_key: Array,
+        privacy: PrivacyReport | Statement,
+        method: str,
+        notes: tuple[str, ...] = (),
+        converged: bool = True,
+        findings: Iterable[Finding] = (),
+    ) -> Posterior:
+        """Returns the posterior of a likelihood under the prior of this model.
+
+        Args:
+            likelihood: The likelihood.
+            rng_key: Key of the draws, if the prior is not normal.
+            privacy: Privacy of the runs that gave the likelihood.
+            method: As for :meth:`posterior`.
+            notes: As for :meth:`posterior`.
+            converged: As for :meth:`posterior`.
+            findings: What those runs showed.
+
+        Raises:
+            ValueError: If latents have other shapes or supports than those of the likelihood.
+            UnsupportedModelError: If the prior cannot be drawn from.
+        """
+        prior = self.read_prior(likelihood.sites)
+        own = prior.likelihood(likelihood.precision, likelihood.linear)
+        likelihood.check_same(own)
+        numbers = likelihood.precision, likelihood.linear
+        vectors, normal = prior.vectors(*numbers, rng_key), prior.decoded.updated(*numbers)
+        findings = [*findings, *findings_of_normal(*normal, prior.decoded)]
+        findings += findings_of_pooling(prior, vectors, normal[1])
+        findings += findings_of_conflict(*numbers, prior.decoded)
+        return self.posterior(
+            prior.drawn(vectors), privacy, method, notes, converged, findings,
+            likelihood=dataclasses.replace(own, approximate=likelihood.approximate),
+        )  # fmt: skip
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """Names of the sites in the plate over records."""
+        return tuple(self._sites(self._filled)[3])
+
+    @property
+    def fixed_parts(self) -> dict[str, Any]:
+        """Arguments of a posterior that depend on the model alone."""
         public = self.public
         if public is not None:
             public = public.copy()
             public.trust(jax.tree.leaves(self.params))  # released
-        return Posterior(
-            model=self._filled, prior=prior,
-            draws=lambda rng_key, number: select(drawn(rng_key, number), self.latents),
-            unconstrain=self.unconstrained, privacy=privacy, method=method, notes=notes,
-            converged=converged, findings=findings, params=self.params, public=public,
-            densities=lambda: densities_of_model(self._filled, self.plate, self.arguments),
-        )  # fmt: skip
+        return {
+            "model": self._filled, "params": self.params, "public": public,
+            "densities": self.densities,
+        }  # fmt: skip
+
+    def densities(self) -> Densities | None:
+        """Log densities of the model at fixed points, see :func:`densities_of_model`."""
+        found = densities_of_model(self._filled, self.plate, self.arguments)
+        return found and found | {"alone": self.alone}
 
     def guide_draws(self, guide: Callable[..., object], params: Values, static: Kwargs) -> Draws:
         """Returns the draws of a guide that is called on the placeholder for the records."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 import warnings
@@ -14,7 +16,9 @@ from numpyro_dp.model.public import PublicValues
 from numpyro_dp.posterior.densities import model_of_run
 from numpyro_dp.posterior.diagnosis import Finding
 from numpyro_dp.posterior.draws import SiteDraws
+from numpyro_dp.posterior.from_model import ModelSource
 from numpyro_dp.posterior.posterior import Posterior
+from numpyro_dp.posterior.released import Likelihood
 from numpyro_dp.posterior.saved import FORMAT, part_of, read_file
 from numpyro_dp.privacy.statement import Statement
 
@@ -86,6 +90,11 @@ def load(
     else:
         fn = model_of_run(fn, found._params, saved)
     found._model = fn
+    if saved is not None and found._likelihood is not None and saved.get("alone"):
+        source = ModelSource.of_file(fn, saved, found._params, found._public)
+        supports = source.read_prior(found._likelihood.sites).supports
+        found._source = source
+        found._likelihood = dataclasses.replace(found._likelihood, supports=supports)
     return found
 
 
@@ -105,12 +114,24 @@ def _made(about: dict[str, Any], arrays: dict[str, Any]) -> Posterior:
     same_number = len(set(map(len, draws.values()))) == 1
     if not same_number or shapes != {name: x.shape[1:] for name, x in draws.items()}:
         raise ValueError("Draws do not fit the shares of the prior.")
+    likelihood = about.get("likelihood")
+    if likelihood is not None:
+        likelihood = Likelihood(
+            {name: tuple(shape) for name, shape in likelihood["sites"].items()},
+            arrays["likelihood/precision"],
+            arrays["likelihood/linear"],
+            bool(likelihood["approximate"]),
+        )
+        size = sum(math.prod(shape) for shape in likelihood.sites.values())
+        if likelihood.precision.shape != (size, size) or likelihood.linear.shape != (size,):
+            raise ValueError("The likelihood does not fit its latents.")
     found = Posterior(
         model=None, draws=SiteDraws(draws), prior=None, unconstrain=None,
         privacy=Statement.from_json(json.dumps(about["privacy"])),
         method=about["method"], notes=tuple(about["notes"]), converged=bool(about["converged"]),
         findings=tuple(Finding(*each) for each in about["findings"]), params=params,
         released=released, public=public, densities=lambda: about["model"],
+        likelihood=likelihood,
     )  # fmt: skip
     found.__dict__.update(_fixed_draws=draws, _prior_shares=shares)  # equal summaries
     return found

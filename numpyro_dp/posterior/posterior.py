@@ -18,22 +18,28 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import ArrayLike
 from numpyro.infer import Predictive
+from scipy.special import softmax
 
 from numpyro_dp._validate import check_int
 from numpyro_dp.core import PyTree, Values
 from numpyro_dp.model.draw_checks import predict
 from numpyro_dp.model.public import PublicValues
 from numpyro_dp.posterior.densities import Densities
-from numpyro_dp.posterior.diagnosis import Diagnosis, Finding, findings_of_shares
+from numpyro_dp.posterior.diagnosis import OF_PRIOR, Diagnosis, Finding, findings_of_shares
 from numpyro_dp.posterior.draws import Draws
+from numpyro_dp.posterior.evidence import Evidence, evidence
 from numpyro_dp.posterior.inference_data import draws_by_name, named_leaves, to_arviz
+from numpyro_dp.posterior.prior import ModelPrior
+from numpyro_dp.posterior.released import Likelihood
 from numpyro_dp.posterior.saved import write_file
 from numpyro_dp.posterior.summary import (
     PosteriorSummary,
@@ -75,6 +81,8 @@ class Posterior:
         public: What was accepted as public, for :meth:`predict`. ``None`` for a model that holds
             nothing of the user's.
         densities: Returns log densities of the model, for :meth:`save`.
+        likelihood: The released likelihood, if the method has one.
+        source: The parts of the model, for :meth:`refit` (a ``ModelSource``).
 
     Attributes:
         privacy: The :class:`~numpyro_dp.PrivacyReport` of the run.
@@ -131,10 +139,13 @@ class Posterior:
         released: Values | None = None,
         public: PublicValues | None = None,
         densities: Callable[[], Densities | None] = lambda: None,
+        likelihood: Likelihood | None = None,
+        source: Any = None,
     ) -> None:
         self.released: Values = {} if released is None else released
         self._params = {} if params is None else params
         self._public, self._densities = public, densities
+        self._likelihood, self._source = likelihood, source
         self._findings = tuple(findings)
         self._converged = converged
         self.privacy, self.method, self.notes = privacy, method, tuple(notes)
@@ -203,6 +214,145 @@ class Posterior:
         if self._public is not None:
             return predict(self._model, self._public, rng_key, latents, args, kwargs)
         return Predictive(self._model, posterior_samples=latents)(rng_key, *args, **kwargs)
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """What the run released about the latents: a normal likelihood of unconstrained latents.
+
+        Raises:
+            ValueError: If the method of the run has none.
+        """
+        if self._likelihood is None:
+            raise ValueError(
+                f"{self.method} does not release a likelihood apart from its prior. Use DPLaplace, "
+                "DPSEP, or DPSVI with the default estimator."
+            )
+        return self._likelihood
+
+    def refit(
+        self, model: Callable[..., object], rng_key: Array | None = None, **static_kwargs: object
+    ) -> Posterior:
+        """Returns the posterior of the same release under another prior.
+
+        The other model may have other priors, and further latent sites such as scales of a
+        hierarchy. The latents of :attr:`likelihood` keep names, shapes and supports, and the
+        likelihood stays the same.
+
+        Args:
+            model: The NumPyro model with the other priors.
+            rng_key: Key of the draws, if the prior is not normal. It need not be secret.
+            **static_kwargs: Static keywords of the model.
+
+        Raises:
+            ValueError: If latents or the likelihood are not those of the run, or if the model of a
+                loaded posterior is missing.
+            UnsupportedModelError: If the model has parameters or a prior without a sampler.
+
+        Warns:
+            PosteriorWarning: If the prior and the released values disagree.
+
+        Example:
+            >>> import jax, numpyro, numpyro.distributions as dist
+            >>> from numpyro_dp import fit
+            >>> def model(x, sd=10.0):
+            ...     mean = numpyro.sample("mean", dist.Normal(0, sd))
+            ...     with numpyro.plate("records", x.shape[0]):
+            ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+            >>> x = 3 + jax.random.normal(jax.random.key(1), (1000,))
+            >>> posterior = fit(model, x, epsilon=1.0, rng_key=jax.random.key(0))
+            >>> narrower = posterior.refit(model, sd=1.0)
+            >>> bool(narrower.summary()["mean"]["mean"] < posterior.summary()["mean"]["mean"])
+            True
+
+        Guarantee:
+            Reads released values and the model. It costs no budget.
+        """
+        if not callable(model):
+            raise TypeError(f"Expected model as a function, got {type(model).__name__}.")
+        likelihood, source = self.likelihood, self._known_source()
+        rng_key = jax.random.key(0) if rng_key is None else rng_key
+        check_rng_key(rng_key)
+        fn = functools.partial(model, **static_kwargs) if static_kwargs else model
+        method = f"{self.method}, with another prior"
+        kept = [each for each in self._findings if each.name not in OF_PRIOR]
+        found = source.with_model(fn, likelihood).with_prior(
+            likelihood, rng_key, self.privacy, method, self.notes, self._converged, kept
+        )
+        found.warn()
+        return found
+
+    def evidence(
+        self, fixed: Mapping[str, ArrayLike] | None = None, **sites: ArrayLike
+    ) -> Evidence:
+        """Returns the Bayes factor of the model in which some latents are fixed.
+
+        Both models see the same released values, so this has no privacy cost. The prior of the
+        fixed latents must not depend on other latents.
+
+        Args:
+            fixed: Values by site, or by entry such as ``{"w[2]": 0.0}``.
+            **sites: Values by site, such as ``w=0``.
+
+        Raises:
+            ValueError: If a name or value does not fit, the prior depends on other latents, or the
+                posterior is too far from normal for a reliable number.
+
+        Example:
+            >>> import jax, numpyro, numpyro.distributions as dist
+            >>> from numpyro_dp import fit
+            >>> def model(x):
+            ...     mean = numpyro.sample("mean", dist.Normal(0, 1))
+            ...     with numpyro.plate("records", x.shape[0]):
+            ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
+            >>> x = jax.random.normal(jax.random.key(1), (1000,))
+            >>> posterior = fit(model, x, epsilon=1.0, rng_key=jax.random.key(0))
+            >>> bool(posterior.evidence(mean=0).probability > 0.5)
+            True
+            >>> posterior.probability(lambda latents: abs(latents["mean"]) < 1)
+            1.0
+
+        Guarantee:
+            Reads released values and the model.
+        """
+        return evidence(self._model_prior, self.likelihood, {**(fixed or {}), **sites})
+
+    def compare(self, **models: Mapping[str, ArrayLike]) -> dict[str, float]:
+        """Returns probabilities of nested models, all equally probable before.
+
+        Args:
+            **models: What each model fixes, as for :meth:`evidence`: ``no_age={"w[0]": 0}``.
+
+        Returns:
+            A probability for each name, and one for ``"all"``, the model of the run.
+
+        Raises:
+            ValueError: As for :meth:`evidence`.
+        """
+        logs = {name: self.evidence(fixed).log_bayes_factor for name, fixed in models.items()}
+        names, values = zip(*{"all": 0.0, **logs}.items(), strict=True)
+        return dict(zip(names, map(float, softmax(np.array(values))), strict=True))
+
+    def probability(self, event: Callable[[Values], ArrayLike]) -> float:
+        """Returns the probability of a statement about the latents, from 4,000 draws.
+
+        Args:
+            event: Latents by site -> whether the statement holds. For example
+                ``lambda latents: latents["w"][0] > latents["w"][1]``.
+        """
+        draws = {name: jnp.asarray(value) for name, value in self._fixed_draws.items()}
+        return float(np.mean(np.asarray(jax.vmap(event)(draws), float)))
+
+    @functools.cached_property
+    def _model_prior(self) -> ModelPrior:
+        return self._known_source().read_prior(self.likelihood.sites)
+
+    def _known_source(self) -> Any:
+        if self._source is None:
+            raise ValueError(
+                "This posterior comes from a file, which does not hold the model. Call "
+                "load(path, model). If the model takes public arrays, do it before saving."
+            )
+        return self._source
 
     def summary(self, prob: float = 0.9) -> PosteriorSummary:
         """Returns mean, standard deviation, interval and share of the prior of every latent.
@@ -301,13 +451,17 @@ class Posterior:
             "privacy": json.loads(statement.to_json()), "model": self._densities(),
             "public": None if self._public is None else self._public.to_json(),
         }  # fmt: skip
+        parts = [
+            ("draws", self._fixed_draws), ("shares", self._prior_shares),
+            ("params", named_leaves(self._params)), ("released", named_leaves(self.released)),
+        ]  # fmt: skip
+        if self._likelihood is not None:
+            own = self._likelihood
+            sites = {name: list(shape) for name, shape in own.sites.items()}
+            about["likelihood"] = {"sites": sites, "approximate": own.approximate}
+            parts.append(("likelihood", {"precision": own.precision, "linear": own.linear}))
         write_file(path, about, {
-            f"{part}/{name}": value
-            for part, values in (
-                ("draws", self._fixed_draws), ("shares", self._prior_shares),
-                ("params", named_leaves(self._params)), ("released", named_leaves(self.released)),
-            )
-            for name, value in values.items()
+            f"{part}/{name}": value for part, values in parts for name, value in values.items()
         })  # fmt: skip
 
     def __str__(self) -> str:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +23,18 @@ import numpy as np
 from jax import Array
 from jax.flatten_util import ravel_pytree
 from numpyro.diagnostics import split_gelman_rubin
-from numpyro.distributions import biject_to, constraints
+from numpyro.distributions import biject_to
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_dp._compat import is_tracer, jit_once
 from numpyro_dp._tree import select
-from numpyro_dp.core import PyTree, Values
+from numpyro_dp.core import Values
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.outcomes import Outcomes, read_latents, unconstrained_prior
 from numpyro_dp.posterior.algebra import factor
 from numpyro_dp.posterior.draws import Draws, Normal, Vectors, generator
 from numpyro_dp.posterior.likelihood import Prior
+from numpyro_dp.posterior.released import Likelihood, is_same_support
 
 _DRAWS = 4000
 _KEPT = 4000  # draws from a posterior that is not normal
@@ -55,6 +57,7 @@ class ModelPrior:
             units.
         draws: Draws of all latents from their prior, shape (draws, all), or ``None`` if it is
             normal.
+        supports: NumPyro's constraint of each site, or ``None`` if it depends on other latents.
     """
 
     outcomes: Outcomes
@@ -63,6 +66,13 @@ class ModelPrior:
     decoded: Prior
     constrain: Callable[[Array], dict[str, Array]]
     draws: np.ndarray | None = None
+    supports: Mapping[str, Any] | None = None
+
+    def likelihood(self, precision: np.ndarray, linear: np.ndarray) -> Likelihood:
+        """Returns the likelihood as a value. The arguments are those of ``vectors``."""
+        sites = {name: self.outcomes.shapes[name] for name in sorted(self.outcomes.seen)}
+        supports = self.supports and {name: self.supports[name] for name in sites}
+        return Likelihood(sites, precision, linear, self.normal is None, supports)
 
     def posterior(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> Draws:
         """Returns the draws of the posterior, by site. The arguments are those of ``vectors``."""
@@ -131,9 +141,8 @@ class ModelPrior:
         rng = generator(rng_key)
         theta = mean + rng.normal(size=(_PROPOSED, len(mean))) @ np.linalg.cholesky(covariance).T
         off = theta - prior.mean
-        exact = self._log_priors(jnp.asarray(theta, jnp.result_type(float)))
         # The likelihood is in both densities and cancels. Left are the two priors.
-        logs = np.asarray(exact, np.float64) + np.sum((off @ prior.precision) * off, axis=1) / 2
+        logs = self.log_densities(theta) + np.sum((off @ prior.precision) * off, axis=1) / 2
         return _by_weight(theta, logs, rng)
 
     def _sampled(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> np.ndarray:
@@ -144,7 +153,7 @@ class ModelPrior:
         """
         mean, covariance = self.decoded.updated(precision, linear)
         # Latents that no record sees start at their prior's median.
-        starts = np.tile(self._median, (_CHAINS, 1))
+        starts = np.tile(self.median, (_CHAINS, 1))
         noise = generator(rng_key).normal(size=(_CHAINS, len(mean)))
         starts[:, self.seen] = mean + noise @ factor(covariance).T
         given = [jnp.asarray(x, jnp.result_type(float)) for x in (precision, linear, starts)]
@@ -156,12 +165,27 @@ class ModelPrior:
                 chains = np.concatenate([first, chains])
         return chains.reshape(-1, chains.shape[-1])
 
-    @functools.cached_property
-    def _log_priors(self) -> Callable[[Array], Array]:
-        return jax.jit(jax.vmap(_log_prior(self.outcomes)))
+    def log_densities(self, theta: np.ndarray) -> np.ndarray:
+        """Log densities (number,) of the prior at vectors (number, all) of all latents."""
+        return np.asarray(self._log_priors(jnp.asarray(theta, jnp.result_type(float))), np.float64)
 
     @functools.cached_property
-    def _median(self) -> np.ndarray:
+    def _log_priors(self) -> Callable[[Array], Array]:
+        return jax.jit(jax.vmap(self.log_prior))
+
+    @property
+    def nothing(self) -> tuple[np.ndarray, np.ndarray]:
+        """Precision and linear term of a likelihood that tells nothing."""
+        size = len(self.seen)
+        return np.zeros((size, size)), np.zeros(size)
+
+    @functools.cached_property
+    def log_prior(self) -> Callable[[Array], Array]:
+        """Log density of the prior at the vector of all latents, for use in a traced function."""
+        return _log_prior(self.outcomes)
+
+    @functools.cached_property
+    def median(self) -> np.ndarray:
         """The prior's median of all latents (all,)."""
         return np.median(_flat_prior(self.outcomes, jax.random.key(0), 200), axis=0)
 
@@ -171,7 +195,7 @@ class ModelPrior:
 
         The draws are of shape (chains, draws, all). More accepted proposals need shorter steps.
         """
-        log_prior, seen = _log_prior(self.outcomes), jnp.asarray(self.seen)
+        log_prior, seen = self.log_prior, jnp.asarray(self.seen)
 
         @jax.jit
         def draws(
@@ -228,21 +252,21 @@ def read_prior(outcomes: Outcomes, rng_key: Array) -> ModelPrior:
     names = sorted(outcomes.shapes)  # the order of ravel_pytree
     marks = [np.full(int(np.prod(outcomes.shapes[n])), n in outcomes.seen) for n in names]
     seen = np.flatnonzero(np.concatenate(marks))
-    constrain = _constrained(outcomes)
+    constrain, supports = _constrained(outcomes)
     normal = _normal(outcomes, sum(map(len, marks)))
     if normal is not None:
         # A block of the covariance is the marginal prior. A block of the precision would be that
         # given the other latents.
         covariance = normal.covariance[np.ix_(seen, seen)]
         decoded = Prior(normal.mean[seen], np.linalg.inv(covariance))
-        return ModelPrior(outcomes, normal, seen, decoded, constrain)
+        return ModelPrior(outcomes, normal, seen, decoded, constrain, supports=supports)
     flat = np.asarray(_flat_prior(outcomes, rng_key, _DRAWS), np.float64)
     quantiles = np.quantile(flat[:, seen], [0.025, 0.1587, 0.5, 0.8413, 0.975], axis=0)
     lowest, low, middle, high, highest = quantiles
     # Heavy tails need the larger width. A prior that is too narrow also moves the other latents.
     widths = np.maximum(np.maximum((high - low) / 2, (highest - lowest) / 3.92), 1e-6)
     decoded = Prior(middle, np.diag(widths**-2.0))
-    return ModelPrior(outcomes, None, seen, decoded, constrain, flat)
+    return ModelPrior(outcomes, None, seen, decoded, constrain, flat, supports)
 
 
 def _by_weight(draws: np.ndarray, logs: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:
@@ -303,8 +327,13 @@ def _normal(outcomes: Outcomes, size: int) -> Prior | None:
     return None if np.any(off) else prior
 
 
-def _constrained(outcomes: Outcomes) -> Callable[[Array], dict[str, Array]]:
-    """Vectors of all latents, shape (draws, all) -> values by site in the model's own units."""
+def _constrained(
+    outcomes: Outcomes,
+) -> tuple[Callable[[Array], dict[str, Array]], Values | None]:
+    """Vectors of all latents, shape (draws, all) -> values by site in the model's own units.
+
+    Also the constraint of each site, or ``None`` if it depends on other latents.
+    """
     unravel = _unravel(outcomes)
 
     def sites(latents: dict[str, Array]) -> Values:
@@ -327,15 +356,6 @@ def _constrained(outcomes: Outcomes) -> Callable[[Array], dict[str, Array]]:
     if any(map(is_tracer, jax.tree.leaves(supports))):
         # A support that depends on other latents differs between two places.
         supports, others = supports_at(0.0), supports_at(0.3)
-    if all(_is_same(support, others[name]) for name, support in supports.items()):
-        return by_site  # needs no trace of the model
-    return jax.jit(jax.vmap(one))
-
-
-def _is_same(one: PyTree, other: PyTree) -> bool:
-    """Whether supports are constraints of NumPyro with equal values, or values are equal."""
-    if not isinstance(one, constraints.Constraint):
-        return np.array_equal(one, other)
-    if type(one) is not type(other) or type(one).__module__ != constraints.__name__:
-        return False
-    return all(map(_is_same, one.tree_flatten()[0], other.tree_flatten()[0]))
+    if all(is_same_support(support, others[name]) for name, support in supports.items()):
+        return by_site, supports  # needs no trace of the model
+    return jax.jit(jax.vmap(one)), None

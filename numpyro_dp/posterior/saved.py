@@ -11,10 +11,14 @@ those of the posterior.
 ``model`` has log densities of the model at invented records (module ``densities``),
 or ``null`` if they could not be found. ``public`` has hashes of the arrays that were public.
 
+``likelihood`` has the unconstrained shapes of the latents of :class:`Likelihood`, and whether it
+is approximate. Its numbers are arrays. Without a likelihood, the entry is missing.
+
 ``sha256`` is of all other entries, as JSON with sorted names, and of all arrays.
 
 The names of arrays begin with the part that they belong to: ``draws/`` (values by site, with a
-leading axis of draws), ``shares/`` (of the prior), ``params/`` (of the model), ``released/``.
+leading axis of draws), ``shares/`` (of the prior), ``params/`` (of the model), ``released/``,
+``likelihood/``.
 """
 
 from __future__ import annotations

@@ -123,8 +123,9 @@ def posterior_of_scores(
         findings.append(finding_of_clipping(avoidable))
     notes = (_FIXED.format(sorted(source.params)),) * bool(source.params)
     return source.posterior(
-        draws, result.privacy, method, notes, findings=findings, noise_included=True
-    )
+        draws, result.privacy, method, notes, findings=findings, noise_included=True,
+        likelihood=prior.likelihood(precision, linear),
+    )  # fmt: skip
 
 
 def _path(

@@ -14,7 +14,8 @@ import json
 import math
 import platform
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from numpyro_dp.privacy.accounting.bounds import describe_event
@@ -281,6 +282,55 @@ def statement_of(report: PrivacyReport, settings: str) -> Statement:
         versions=versions(),
         caveats=tuple(_caveats(report)),
     )
+
+
+def joint_statement(statements: Sequence[Statement], disjoint: bool) -> Statement:
+    """Returns the statement of several releases together.
+
+    Args:
+        statements: One for each release.
+        disjoint: Whether no record is in the data of two of them. Then one release depends on it,
+            and the largest epsilon and delta hold. Otherwise they add up.
+
+    Raises:
+        ValueError: If neighbouring relations differ.
+    """
+    relations = sorted({each.relation for each in statements})
+    if len(relations) > 1:
+        raise ValueError(
+            f"The releases protect records under different relations, {relations}, so no single "
+            "guarantee holds for all. Pool releases of one relation."
+        )
+    number, most = len(statements), max if disjoint else math.fsum
+    epsilon = most(each.epsilon for each in statements)
+    delta = min(most(each.delta for each in statements), math.nextafter(1, 0))
+    how = "No record is in the data of two of them, so the largest epsilon and delta hold."
+    if not disjoint:
+        how = "A record may be in all of them, so epsilons and deltas are added up."
+
+    def joined(name: str) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(text for each in statements for text in getattr(each, name)))
+
+    def listed(name: str) -> str:
+        found = [getattr(each, name) for each in statements]
+        if len(set(found)) == 1:
+            return found[0]
+        return " ".join(f"({place}) {text}" for place, text in enumerate(found, 1))
+
+    counts = [each.num_examples for each in statements]
+    known = SimpleNamespace(epsilon=epsilon, delta=delta)
+    rates = _FALSE_POSITIVE_RATES
+    attack = true_positive_rates(known, rates) if math.isfinite(epsilon) else [1.0] * len(rates)
+    return dataclasses.replace(
+        statements[0],
+        unit=f"One record of one of {number} data sets. {listed('unit')}",
+        epsilon=epsilon, delta=delta, attack=tuple(zip(rates, attack, strict=True)),
+        num_examples=sum(counts) if disjoint else max(counts),
+        released=joined("released"), public=joined("public"), mechanism=listed("mechanism"),
+        composition=f"{number} releases. {how} {listed('composition')}",
+        num_steps=sum(each.num_steps for each in statements), settings=listed("settings"),
+        date=max(each.date for each in statements), caveats=joined("caveats"),
+    )  # fmt: skip
 
 
 def true_positive_rates(privacy: Any, rates: Iterable[float]) -> list[float]:
