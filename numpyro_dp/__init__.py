@@ -23,6 +23,7 @@ from numpyro_dp.privacy.keys import secret_key
 from numpyro_dp.privacy.ledger import Ledger, LedgerError
 from numpyro_dp.privacy.once import NoiseReuseError
 from numpyro_dp.privacy.plan import BudgetError, PrivacyReport
+from numpyro_dp.privatised import Privatised
 from numpyro_dp.run.results import RunInterrupted, RunResult
 from numpyro_dp.run.settings import Execution, Privacy
 from numpyro_dp.vi.dpsvi import DPSVI
@@ -51,6 +52,7 @@ __all__ = [
     "Privacy",
     "PrivacyBudget",
     "PrivacyReport",
+    "Privatised",
     "RegressionNetwork",
     "RunInterrupted",
     "RunResult",
