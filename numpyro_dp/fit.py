@@ -46,6 +46,7 @@ def fit(
     progress_bar: bool = True,
     checkpoint: str | os.PathLike[str] | None = None,
     max_rows_per_unit: int | None = None,
+    robust: bool = False,
     **kwargs: PyTree,
 ) -> Posterior:
     r"""Fits a NumPyro model with a method that it chooses, and returns a private posterior.
@@ -71,11 +72,13 @@ def fit(
         checkpoint: Folder for the progress, as for :meth:`numpyro_dp.DPSVI.run`.
         max_rows_per_unit: As for :class:`~numpyro_dp.Privacy`: makes a unit of several rows, such
             as a person, one record. Pass ``unit=ids`` too, an array with the id of each row.
+        robust: As for :class:`~numpyro_dp.DPLaplace`: intervals for the best fit of a model that
+            need not be right, or of units whose rows depend on each other.
         **kwargs: Keyword arguments of the model.
 
     Raises:
-        UnsupportedModelError: If the model cannot be private as it is written. The call then spends
-            no budget.
+        UnsupportedModelError: If the model cannot be private as it is written, or not with
+            ``robust``. The call then spends no budget.
         TypeError, ValueError: Name the value, the range and the remedy.
 
     Example:
@@ -106,10 +109,13 @@ def fit(
     if epsilon is not None:
         budget = PrivacyBudget(epsilon, delta)
     privacy = Privacy(public=public, max_rows_per_unit=max_rows_per_unit)
-    laplace = _with_programs(DPLaplace(model, budget=budget, privacy=privacy), args, kwargs)
+    laplace = DPLaplace(model, budget=budget, privacy=privacy, robust=robust)
+    laplace = _with_programs(laplace, args, kwargs)
     try:
         laplace.plan(*args, **kwargs)  # refuses a model before the budget is touched
     except UnsupportedModelError as refusal:
+        if robust:
+            raise
         reason = str(refusal)
     else:
         return laplace.run(
@@ -137,7 +143,7 @@ def _with_programs(driver: DPLaplace, args: Args, kwargs: Kwargs) -> DPLaplace:
     names = (public,) if isinstance(public, str) else tuple(jax.tree.leaves(public))
     try:
         shapes, computed = arguments_key(args, kwargs, rows), _computed(model, args, kwargs, rows)
-        key = model, shapes, computed, rows, names
+        key = model, shapes, computed, rows, names, driver.robust
         earlier = _kept.pop(key, None)
     except Exception:  # an array among the public values, or a model that the driver will refuse
         return driver

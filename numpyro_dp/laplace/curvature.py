@@ -18,7 +18,7 @@ import numpy as np
 from scipy.special import log_ndtr, softmax
 
 from numpyro_dp.laplace.pattern import pairs_of, power_of
-from numpyro_dp.posterior.algebra import inverse, solve, symmetric, trace_of
+from numpyro_dp.posterior.algebra import inverse, roots, solve, symmetric, trace_of
 from numpyro_dp.posterior.likelihood import SMALLEST_SCALE, Prior, denoise_curvature, size_of
 
 # Prior sds of the size of a site's curvature, relative to that of all sites. Most sites have nearly
@@ -33,6 +33,7 @@ SMALLEST_DIAGONAL = 0.003  # smallest denoised scale. The public guess is 1
 LEAST_ALONG = 0.05  # of the curvature along a step, as a part of the denoised one
 RATIOS = 0.2, 2.0  # of expected scores at the next draws to those at the last ones
 LEAST_KEPT = 0.1  # of the mean curvature. A smaller one has no share that is lost
+LEAST_VARIANCE = 0.5  # of scores in any direction, over what the model says
 NARROWEST = 0.2  # smallest factor on a whitening
 LEFT_ON_DIAGONAL = 0.1  # smallest part of the diagonal that is left next to the mean row
 
@@ -262,6 +263,26 @@ def with_steps(stage: Stage, *steps: np.ndarray) -> Stage:
         curvature=symmetric(stage.unwhitening @ denoised @ stage.unwhitening),
         curvature_floored=symmetric((turned * values) @ turned.T),
     )
+
+
+def variance_of(stage: Stage, noisy: np.ndarray, noise_sd: float, kappa: float) -> np.ndarray:
+    r"""The variance J of the sum of all scores, in the coordinates of theta (d, d).
+
+    It is shrunk towards :math:`\kappa H`, which it is in a correct model. No direction falls below
+    ``LEAST_VARIANCE`` times that.
+
+    Args:
+        stage: The stage that released it.
+        noisy: Sum of squares of whitened scores, plus noise (d, d).
+        noise_sd: Standard deviation of the noise on its diagonal.
+        kappa: See :func:`~numpyro_dp.laplace.decode.sampling_ratio`.
+    """
+    guess = kappa * symmetric(stage.whitening @ stage.curvature_floored @ stage.whitening)
+    found, _, _ = denoise_curvature(noisy, guess, noise_sd, stage.entries)
+    root, inverse_root = roots(guess)
+    values, vectors = np.linalg.eigh(symmetric(inverse_root @ found @ inverse_root.T))
+    turned = stage.unwhitening @ root @ vectors
+    return symmetric((turned * np.maximum(values, LEAST_VARIANCE)) @ turned.T)
 
 
 def moved(stage: Stage, before: np.ndarray, after: np.ndarray) -> Stage:

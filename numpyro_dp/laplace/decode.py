@@ -141,6 +141,7 @@ def decode_stages(
     stages: tuple[Stage, ...],
     kappa: float,
     begin: tuple[np.ndarray, np.ndarray] | None = None,
+    variance: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     r"""Returns mean (d,) and covariance (d, d) of theta given all stages that agree.
 
@@ -159,12 +160,16 @@ def decode_stages(
             :func:`excess_ratio` that is sure.
         begin: Initial mean and covariance of the rounds, from the decode of the previous stage. By
             default the prior's.
+        variance: The variance J of the sum of all scores (d, d). The optimum of the data then
+            varies by :math:`H^{-1} J H^{-1}` in place of :math:`\kappa H^{-1}`.
     """
     *earlier, newest = stages
     size, curvature = len(prior.mean), believed_curvature(newest)
+    slope = newest.curvature_floored
+    sampling = slope / kappa if variance is None else slope @ solve(variance, slope)
     kept = (newest,)
     begin = begin or (prior.mean, prior.covariance)
-    mean, covariance = _decoded(prior, kept, kappa, begin)
+    mean, covariance = _decoded(prior, kept, sampling, begin)
     for stage in reversed(earlier):
         # The newest stage comes last, because its curvature has the errors that stages share.
         errors = _error_covariance((stage, newest), mean, covariance)[:size, :size]
@@ -177,18 +182,18 @@ def decode_stages(
         if overall < 1 + 2 * np.sqrt(2 / size) and along < AGREEING**2:
             kept = (stage, *kept)
             # Decode before the next test: each stage is compared with all that is known by then.
-            mean, covariance = _decoded(prior, kept, kappa, (mean, covariance))
+            mean, covariance = _decoded(prior, kept, sampling, (mean, covariance))
     return mean, covariance
 
 
 def _decoded(
     prior: Prior,
     stages: tuple[Stage, ...],
-    kappa: float,
+    sampling: np.ndarray,
     begin: tuple[np.ndarray, np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray]:
     """Mean and covariance given some stages, from a first guess of both."""
-    curvature, sampling = believed_curvature(stages[-1]), stages[-1].curvature_floored / kappa
+    curvature = believed_curvature(stages[-1])
     targets = np.stack([stage.score + curvature @ stage.mean for stage in stages])
     errors = functools.partial(_error_covariance, stages)
     return decode(prior, targets, curvature, sampling, errors, begin)

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
+from numpyro_dp._validate import check_in
 from numpyro_dp.core import Args, Kwargs, PyTree, Values
 from numpyro_dp.laplace.guess import FirstGuess, first_guess
 from numpyro_dp.laplace.schedule import Kind, Schedule, schedule
@@ -80,6 +81,10 @@ class DPLaplace:
             of about their root mean square. By default all columns have one scale. A small release
             finds it, or it is 1 if the release would cost too much. The result shows which. A wrong
             scale costs accuracy, not validity.
+        robust: Makes intervals for the best fit of a model that need not be right, and for rows
+            that depend on each other inside of a unit (``Privacy(max_rows_per_unit=)``). The
+            covariance is :math:`H^{-1} J H^{-1}` with the variance J of the scores, as in standard
+            errors that are robust or clustered. A tenth of the budget goes into J.
         privacy, execution: As for :class:`~numpyro_dp.DPSVI`.
         **static_kwargs: Public, constant keywords of the model.
 
@@ -104,11 +109,12 @@ class DPLaplace:
 
     Guarantee:
         Everything in the posterior is (epsilon, delta)-differentially private under the budget's
-        relation. A release sums up to six parts of each record: score, curvature, the score's
+        relation. A release sums up to seven parts of each record: score, curvature, the score's
         power, in the last stage how much the outcome's score exceeds it, before that the loss of
-        curvature, and in two stages where the score's norm lies (:mod:`numpyro_dp.laplace.tail`).
-        Their norms are at most C, :math:`C_H` (Frobenius), :math:`C^2`, :math:`C_e^2`,
-        :math:`2 C_H` and 1. Each part is divided by its bound and weighted, so a record's whole
+        curvature, in two stages where the score's norm lies (:mod:`numpyro_dp.laplace.tail`), and
+        with ``robust`` in the last stage the square of the score. Their norms are at most C,
+        :math:`C_H` (Frobenius), :math:`C^2`, :math:`C_e^2`, :math:`2 C_H`, 1 and :math:`C^2`
+        (Frobenius). Each part is divided by its bound and weighted, so a record's whole
         signal has norm at most 1. The mechanism also clips it to 1.
 
         The release of the size has one entry in [0, 1]. The release of scales has two entries that
@@ -134,6 +140,7 @@ class DPLaplace:
         model: Callable[..., object],
         *,
         scales: Mapping[str, ArrayLike | Sequence[float]] | None = None,
+        robust: bool = False,
         budget: PrivacyBudget | None = None,
         privacy: Privacy = Privacy(),
         execution: Execution = Execution(),
@@ -141,6 +148,8 @@ class DPLaplace:
     ) -> None:
         self.model, self.static_kwargs = model, static_kwargs
         self.scales: Values = _check_scales(scales)
+        check_in("robust", robust, (False, True))
+        self.robust = robust
         own = without(privacy, "DPLaplace", "mechanism", "loss_release")
         # Each entry of the signal is divided by its own bound, so the clip norm of all is 1.
         self.settings: RunSettings = RunSettings(
@@ -210,9 +219,9 @@ class DPLaplace:
         outcomes = prior.outcomes
         plan = self._schedule(outcomes)
         if key not in self._drivers:
-            self._drivers[key] = Stages(self.settings, outcomes, guess.groups)
+            self._drivers[key] = Stages(self.settings, outcomes, guess.groups, self.robust)
         # The driver is kept for its compiled programs. `stages` stores what this call releases.
-        driver, stages = self._drivers[key], Run(prior, plan, guess)
+        driver, stages = self._drivers[key], Run(prior, plan, guess, self.robust)
         state = driver.start(rng_key, stages, args, kwargs)
         settings, releases = driver.settings, most_releases(plan)
         report = spent_by(settings, state, releases)
@@ -267,7 +276,7 @@ class DPLaplace:
     def _schedule(self, outcomes: Outcomes) -> Schedule:
         number = outcomes.model.structure.layout.num_examples
         noise = plan_for(self.settings, number, 1).noise_multiplier
-        return schedule(1 / noise, outcomes.size, number, has_tail(outcomes))
+        return schedule(1 / noise, outcomes.size, number, has_tail(outcomes), self.robust)
 
     def _scales_by_number(
         self, structure: ModelStructure, args: Args, kwargs: Kwargs
@@ -313,9 +322,8 @@ class DPLaplace:
             moments = prior.decoded.updated(precision, linear)
             findings = findings_of_normal(*moments, prior.decoded)
             findings += findings_of_pooling(prior, vectors, moments[1])
-            findings += findings_of_spread(
-                *stages.spread, of_units, bool(outcomes.number), *stages.misfit
-            )
+            spread = (1.0, 0.0) if self.robust else stages.spread  # in the intervals
+            findings += findings_of_spread(*spread, of_units, bool(outcomes.number), *stages.misfit)
             if not stages.arrived:
                 findings += [finding_of_arrival(float(np.max(stages.steps())), prior.decoded)]
             if not any(finding.bad for finding in findings):

@@ -44,6 +44,7 @@ LEAST_KAPPA = 0.7
 _POWER = 0.02  # part of a stage
 _LOSS = 0.02  # part of a stage, except for the last
 _EXCESS = 0.02  # part of the last stage
+_VARIANCE = 0.3  # part of the last stage, if intervals are robust: a tenth of the budget
 _TAIL = (0.0, 0.0, 0.0, 0.0, 0.2, 0.15, 0.0)  # parts of the stages, if outcomes are simulated
 _CLIP = 1.2
 GROWTH = 0.2  # growth of clip norms, until many records are clipped
@@ -58,7 +59,7 @@ class Kind(enum.IntEnum):
     """The values that a release sums over the records."""
 
     # It has to be 0: signals test `kind > 0` for the releases before the stages.
-    STAGE = 0  # scores, curvature, its loss and power, in the last one its excess, in two the tail
+    STAGE = 0  # scores, curvature, its loss and power, in some the excess, tail and variance
     SCALES = 1  # the mean row, and the scale of each coordinate
     SIZE = 2  # the size of a typical score
 
@@ -69,8 +70,8 @@ class Schedule(NamedTuple):
     Attributes:
         mu: Privacy cost of all releases together, in Gaussian differential privacy.
         kinds: The kind of each release.
-        parts: Parts of the squared budget for score, curvature, power, its excess, the loss and the
-            tail, for each release.
+        parts: Parts of the squared budget for score, curvature, power, its excess, the loss, the
+            tail and the variance, for each release.
     """
 
     mu: float
@@ -99,16 +100,18 @@ class Schedule(NamedTuple):
         return Schedule(self.mu, (*self.kinds[:release], Kind.STAGE, *self.kinds[release:]), parts)
 
     def weights(self, release: int) -> np.ndarray:
-        """Square roots of the parts of one release, shape (6,). Their squares sum to 1."""
+        """Square roots of the parts of one release, shape (7,). Their squares sum to 1."""
         part = np.array(self.parts[release])
         return np.sqrt(part / part.sum())
 
     def mu_of(self, release: int) -> np.ndarray:
-        """The mu that each entry of a release spends, shape (6,)."""
+        """The mu that each entry of a release spends, shape (7,)."""
         return self.mu * math.sqrt(self.shares[release]) * self.weights(release)
 
 
-def schedule(mu: float, size: int, number: int, tail: bool = False) -> Schedule:
+def schedule(
+    mu: float, size: int, number: int, tail: bool = False, robust: bool = False
+) -> Schedule:
     """Returns the releases of a run.
 
     Args:
@@ -116,31 +119,33 @@ def schedule(mu: float, size: int, number: int, tail: bool = False) -> Schedule:
         size: Number of latents.
         number: Number of records.
         tail: Whether two stages release the tail, see :mod:`numpyro_dp.laplace.tail`.
+        robust: Whether the last stage releases the variance of scores.
     """
     early = {}
     # A release with more noise than the prior's spread would tell next to nothing.
     if _size_noise(number, mu * math.sqrt(_SIZE)) <= _PRIOR_SIZE:
-        early[Kind.SIZE] = (0.0, 0.0, _SIZE, 0.0, 0.0, 0.0)
+        early[Kind.SIZE] = (0.0, 0.0, _SIZE, 0.0, 0.0, 0.0, 0.0)
     # The public guess of each scale is 1. A release with more noise is not worth its cost.
     if _scale_bounds(size, number)[1] / (mu * math.sqrt(_SCALES[1])) <= 1:
-        early[Kind.SCALES] = (*_SCALES, 0.0, 0.0, 0.0, 0.0)
+        early[Kind.SCALES] = (*_SCALES, 0.0, 0.0, 0.0, 0.0, 0.0)
     left = 1 - math.fsum(part for parts in early.values() for part in parts)
     stages = []
     for share, curvature, part in zip(_STAGES, _CURVATURE, _TAIL, strict=True):
-        excess = _EXCESS if len(stages) == len(_STAGES) - 1 else 0.0
-        stages.append(_stage(left * share, curvature, excess, part * tail))
+        last = len(stages) == len(_STAGES) - 1
+        others = _EXCESS * last, part * tail, _VARIANCE * (robust and last)
+        stages.append(_stage(left * share, curvature, *others))
     kinds = (*early, *[Kind.STAGE] * len(stages))
     return Schedule(mu, kinds, (*early.values(), *stages))
 
 
 def _stage(
-    spent: float, curvature: float, excess: float = 0.0, tail: float = 0.0
+    spent: float, curvature: float, excess: float = 0.0, tail: float = 0.0, variance: float = 0.0
 ) -> tuple[float, ...]:
     """Parts of a stage."""
     # The loss changes the next whitening, and the last stage has none.
     loss = 0.0 if excess else _LOSS
-    rest = 1 - _POWER - excess - loss - tail
-    parts = rest * (1 - curvature), rest * curvature, _POWER, excess, loss, tail
+    rest = 1 - _POWER - excess - loss - tail - variance
+    parts = rest * (1 - curvature), rest * curvature, _POWER, excess, loss, tail, variance
     return tuple(spent * part for part in parts)
 
 

@@ -26,6 +26,10 @@ norm for the observed outcome :math:`y_i` minus the expected one, both clipped t
 model says. Only the last stage releases it. The others release the loss, which is what weights and
 clips take from the diagonal of the curvature (:class:`numpyro_dp.laplace.curvature.Loss`). Two
 stages release the tail of simulated outcomes (:mod:`numpyro_dp.laplace.tail`).
+
+With ``robust``, the last stage also releases :math:`J_i = s_i s_i^\top`. Its sum estimates how much
+the scores of all records vary together, whether the model is right or not. Its Frobenius norm is at
+most :math:`C^2`.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ from numpyro_dp.laplace.staged_scores import (
     outer_products,
     partners,
     shortened,
+    square,
     total,
 )
 from numpyro_dp.laplace.tail import SIZES, sizes
@@ -79,8 +84,8 @@ class Request(NamedTuple):
         factor: Cholesky factor of the covariance of the draws, shape (d, d).
         whitening: Symmetric matrix W, shape (d, d). It is zero in coordinates that are left out.
         clips: (C, C_H, C_e). Before the stages, bounds on the row and the scales, or on the size.
-        weights: Square roots of the parts of the release's budget for the six entries of the
-            signal, shape (6,). Their squares sum to 1.
+        weights: Square roots of the parts of the release's budget for the seven entries of the
+            signal, shape (7,). Their squares sum to 1.
     """
 
     kind: Array
@@ -88,7 +93,7 @@ class Request(NamedTuple):
     factor: Float[Array, "d d"]
     whitening: Float[Array, "d d"]
     clips: Float[Array, " 3"]
-    weights: Float[Array, " 6"]
+    weights: Float[Array, " 7"]
 
 
 class LaplaceProblem(NamedTuple):
@@ -145,10 +150,11 @@ class StageOptimizer:
     Args:
         pairs: Whether each entry of the curvature is released, shape (d, d).
         tail: Whether the tail is.
+        robust: Whether the variance is.
     """
 
-    def __init__(self, pairs: np.ndarray, tail: bool) -> None:
-        self._entries = int(np.sum(np.triu(pairs))) + SIZES * tail
+    def __init__(self, pairs: np.ndarray, tail: bool, robust: bool = False) -> None:
+        self._entries = int(np.sum(np.triu(pairs))) * (1 + robust) + SIZES * tail
 
     def init(self, request: Request) -> tuple[Request, Array]:
         """Returns the state: the request, and zeros in place of released values."""
@@ -167,19 +173,21 @@ class StageOptimizer:
 
 
 def staged_scores(
-    outcomes: Outcomes, antithetic: int, pairs: np.ndarray | None = None
+    outcomes: Outcomes, antithetic: int, pairs: np.ndarray | None = None, robust: bool = False
 ) -> Callable[[LaplaceProblem], Estimator]:
     """Returns the function ``problem -> estimator``.
 
-    In a stage the signal has up to six entries: the score, the upper triangle of the curvature, the
-    score's power, the excess of the power, the loss, and the tail. Entries off the diagonal are
-    multiplied by root 2, which makes the norm of the triangle the Frobenius norm. Each entry is
-    divided by its bound and multiplied by its weight. So the signal has norm at most 1.
+    In a stage the signal has up to seven entries: the score, the upper triangle of the curvature,
+    the score's power, the excess of the power, the loss, the tail, and the variance. Entries off
+    the diagonal are multiplied by root 2, which makes the norm of the triangle the Frobenius norm.
+    Each entry is divided by its bound and multiplied by its weight. So the signal has norm at most
+    1.
 
     Args:
         outcomes: The outcomes of the model.
         antithetic: Number of antithetic pairs of draws in a stage.
         pairs: Whether each entry of the curvature is released, shape (d, d). By default all are.
+        robust: Whether the variance is among the entries.
 
     Guarantee:
         The bounds hold for any model, any record and any outcome, finite or not. Weights
@@ -205,7 +213,12 @@ def staged_scores(
         parts = one(scores, request, draws, key)
         names = ("score", "curvature", "power", "excess", "loss", "tail")
         # Only simulated outcomes have a tail. The other kinds of outcome return five parts.
-        return {n: w * part for n, w, part in zip(names, request.weights, parts, strict=False)}
+        found = {n: w * part for n, w, part in zip(names, request.weights, parts, strict=False)}
+        if robust:
+            # The score is at most 1 long, so its square is too.
+            variance = jnp.where(request.kind > 0, 0, square(parts[0], places))
+            found["variance"] = request.weights[6] * variance
+        return found
 
     def build(problem: LaplaceProblem) -> Estimator:
         def prepare(rng_key: Array, request: Request) -> tuple[Request, Array, Array]:
@@ -223,11 +236,11 @@ def staged_scores(
 
         def pull_back(public: PyTree, released: Released) -> Array:
             total = released.total
-            tail = [total["tail"]] if "tail" in total else []
+            others = [total[name] for name in ("tail", "variance") if name in total]
             return jnp.concatenate([
                 total["score"], total["curvature"], total["power"][None], total["excess"][None],
                 total["loss"],
-                *tail,
+                *others,
             ])  # fmt: skip
 
         return Estimator(prepare, signal, pull_back)

@@ -198,12 +198,24 @@ def _ball(vector: Array, bound: Array) -> Array:
 def _released(frame: Array, product: Array, places: tuple[np.ndarray, ...]) -> tuple[Array, Array]:
     """Entries of F' P F at ``places``, off the diagonal times root 2, and its diagonal."""
     half = _product(product, frame)
-    rows, columns = own_constants(*(np.asarray(place, np.uint32) for place in places))
-    (widths,) = own_constants(np.where(places[0] == places[1], 1.0, np.sqrt(2.0)).astype("f4"))
-    widths = jnp.asarray(widths)  # a NumPy array in another precision would be a new constant
+    rows, columns, widths = _at(places)
     few = 4 * len(places[0]) < frame.shape[1] ** 2 and len(frame) <= _FEW
     if few:  # the whole matrix would be larger than what is released
         found = jnp.sum(frame[:, rows] * half[:, columns], axis=0)
         return found * widths.astype(found.dtype), jnp.sum(frame * half, axis=0)
     whole = _product(frame.T, half)
     return whole[rows, columns] * widths.astype(whole.dtype), jnp.diagonal(whole)
+
+
+def square(vector: Array, places: tuple[np.ndarray, ...]) -> Array:
+    """Entries of v v' at ``places``, off the diagonal times root 2."""
+    rows, columns, widths = _at(places)
+    return vector[rows] * vector[columns] * widths.astype(vector.dtype)
+
+
+def _at(places: tuple[np.ndarray, ...]) -> tuple[Array, Array, Array]:
+    """Rows, columns, and root 2 for pairs off the diagonal."""
+    rows, columns = own_constants(*(np.asarray(place, np.uint32) for place in places))
+    (widths,) = own_constants(np.where(places[0] == places[1], 1.0, np.sqrt(2.0)).astype("f4"))
+    # A NumPy array in another precision would be a new constant.
+    return rows, columns, jnp.asarray(widths)

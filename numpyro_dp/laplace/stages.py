@@ -78,6 +78,7 @@ class Run:
         groups: Sites of group effects, see :func:`~numpyro_dp.laplace.pattern.group_sites`.
         spread: How much the scores vary, relative to the model, and the standard error of that.
         tail: The norms of scores next to what the model says, or ``None`` if not released.
+        robust: Whether the last stage releases the variance of scores.
     """
 
     prior: ModelPrior
@@ -92,7 +93,10 @@ class Run:
     stages: tuple[curvature.Stage, ...]
     growth: float
 
-    def __init__(self, prior: ModelPrior, plan: Schedule, guess: FirstGuess) -> None:
+    def __init__(
+        self, prior: ModelPrior, plan: Schedule, guess: FirstGuess, robust: bool = False
+    ) -> None:
+        self.robust = robust
         self.prior, self._prior, self.plan, self.groups = prior, prior.decoded, plan, guess.groups
         self._planned_at_first = len(plan.kinds)
         self._unseen, self._near = guess.unseen, guess.near
@@ -126,7 +130,8 @@ class Run:
         entries = int(np.sum(np.triu(self.pairs)))
         ends = np.cumsum([self.size, entries, 1, 1, self.size])
         # In the order in which `pull_back` of the signal joins them.
-        score, triangle, power, excess, loss, tail = np.split(released, ends)
+        score, triangle, power, excess, loss, rest = np.split(released, ends)
+        tail, scatter = np.split(rest, [len(rest) - entries * self.robust])
         # The same bounds as in the request, because nothing that they depend on has changed since.
         clips, weights = self._bounds(release), self.plan.weights(release)
         mu, kind = self.plan.mu_of(release), self.plan.kinds[release]
@@ -169,15 +174,22 @@ class Run:
             excess, noises = square * excess[0] / weights[3], (noise, square / mu[3])
             self.spread = decode.excess_ratio(noisy, excess, noises, clips[2], doubt / self.number)
             # In a wrong model the intervals allow for the part of the variance that is sure.
-            self.kappa *= np.clip(self.spread[0] - 2 * self.spread[1], 1.0, _MOST_SPREAD)
+            if not self.robust:
+                self.kappa *= np.clip(self.spread[0] - 2 * self.spread[1], 1.0, _MOST_SPREAD)
         if weights[5]:
             norms = self._norms(self.mean, self.whitening) * math.sqrt(self.size / self.number)
             read = Tail.read(tail / weights[5], 1 / mu[5], self.number, doubt, norms / clips[2])
             self.tail = read.joined(self.tail)
+        variance = None
+        if weights[6]:
+            seen = clips[0] ** 2 * symmetric(scatter / weights[6], self.pairs)
+            variance = curvature.variance_of(stage, seen, clips[0] ** 2 / mu[6], self.kappa)
         # Decode again only if this release changed the noise that the decode assumes.
         found = self.kappa != kappa or self._unbiased() is not self.stages
-        if found and (weights[3] or weights[5]):
-            decoded = decode.decode_stages(self._prior, self._unbiased(), self.kappa, begin)
+        if variance is not None or (found and (weights[3] or weights[5])):
+            decoded = decode.decode_stages(
+                self._prior, self._unbiased(), self.kappa, begin, variance
+            )
         self.mean, self._decoded = decoded
         self.stages, self.covariance = decode.with_step(self.stages, self.mean, self._decoded)
         # Sizes at the draws of this stage, before `_draw_around` sets those of the next.
@@ -380,11 +392,14 @@ def most_releases(plan: Schedule) -> int:
 class Stages(Driver):
     """The driver of the releases of one schedule."""
 
-    def __init__(self, settings: RunSettings, outcomes: Outcomes, groups: np.ndarray) -> None:
+    def __init__(
+        self, settings: RunSettings, outcomes: Outcomes, groups: np.ndarray, robust: bool = False
+    ) -> None:
         pairs = pairs_of(groups)
         number = PAIRS_INDEPENDENT if are_independent(outcomes) else PAIRS
-        scores = staged_scores(outcomes, number, pairs)
-        method = Method(scores, StageOptimizer(pairs, has_tail(outcomes)), ("DPLaplace",))
+        scores = staged_scores(outcomes, number, pairs, robust)
+        optimizer = StageOptimizer(pairs, has_tail(outcomes), robust)
+        method = Method(scores, optimizer, ("DPLaplace",))
         super().__init__(method, settings)
         self._outcomes = outcomes
 

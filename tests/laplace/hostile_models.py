@@ -170,7 +170,7 @@ def rooted(rng, size, spread):
 
 
 def request_of(size, *, kind=Kind.STAGE, mean=None, factor=None, whitening=None, clips=(1, 1, 1),
-               weights=(0.6, 0.6, 0.4, 0.2, 0.2, 0.2)):  # fmt: skip
+               weights=(0.6, 0.6, 0.4, 0.2, 0.2, 0.1, 0.15)):  # fmt: skip
     arrays = (
         np.zeros(size) if mean is None else mean,
         np.zeros((size, size)) if factor is None else factor,
@@ -181,9 +181,9 @@ def request_of(size, *, kind=Kind.STAGE, mean=None, factor=None, whitening=None,
 
 
 def random_request(size, kind, rng):
-    weights = np.sqrt(rng.dirichlet(np.ones(6)))
+    weights = np.sqrt(rng.dirichlet(np.ones(7)))
     if kind is Kind.SCALES:
-        weights = np.append(np.sqrt(rng.dirichlet(np.ones(2))), [0, 0, 0, 0])
+        weights = np.append(np.sqrt(rng.dirichlet(np.ones(2))), [0, 0, 0, 0, 0])
     return request_of(
         size, kind=kind, mean=rng.normal(size=size),
         factor=np.linalg.cholesky(rooted(rng, size, 1)) * np.exp(rng.normal()),
@@ -194,7 +194,7 @@ def random_request(size, kind, rng):
 
 def signals(problem, pairs):
     """Compiled ``(request, key, record arrays) -> signal of each record``."""
-    estimator = staged_scores(problem.outcomes, pairs)(problem)
+    estimator = staged_scores(problem.outcomes, pairs, robust=True)(problem)
 
     @jax.jit
     def all_records(request, key, arrays):

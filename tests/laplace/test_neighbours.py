@@ -29,14 +29,15 @@ def step_of(model, args):
     """Compiled ``(request, release, record arrays) -> released sum`` without noise."""
     outcomes = problem_of(model, args).outcomes
     prior = read_prior(outcomes, jax.random.key(0))
-    plan = schedule(1.0, outcomes.size, N, has_tail(outcomes))
+    plan = schedule(1.0, outcomes.size, N, has_tail(outcomes), robust=True)
     settings = RunSettings(
         clip_norm=1.0, sampler=FullBatch(),
         privacy=Privacy(mechanism=StagedGaussian(), noise_multiplier=1.0, secret_key=3,
         repetition=True),
     )  # fmt: skip
     guess = first_guess(prior, {}, jax.random.key(0))
-    driver, run = Stages(settings, outcomes, guess.groups), Run(prior, plan, guess)
+    driver = Stages(settings, outcomes, guess.groups, robust=True)
+    run = Run(prior, plan, guess, robust=True)
     state = driver.start(jax.random.key(1), run, args, {}).opened
     session = driver._session(args, {})
     quiet = state._replace(noise_multiplier=jnp.zeros(()))

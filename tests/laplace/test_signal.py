@@ -292,7 +292,7 @@ def test_the_size_of_scores_is_found_whatever_the_scale_of_columns(times):
     guess = np.eye(size) * np.sqrt(4 / N)  # p (1 - p) is 1 / 4 at 0, and columns have variance 1
     clips = bounds(Kind.SIZE, size, N, 1.0, 0.2)
     request = request_of(
-        size, kind=Kind.SIZE, whitening=guess, clips=clips, weights=(0, 0, 1, 0, 0, 0)
+        size, kind=Kind.SIZE, whitening=guess, clips=clips, weights=(0, 0, 1, 0, 0, 0, 0)
     )
     found = signals(problem, 2)(request, KEY, (times * x, y))
     assert not np.any(found["score"]) and not np.any(found["curvature"])

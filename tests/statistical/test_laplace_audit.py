@@ -35,7 +35,7 @@ model = logistic()
 
 
 def records(canary):
-    """The canary's score, curvature, power and loss all reach their bounds: 1, 3, 1 and 6."""
+    """The canary's score, curvature, power, loss and variance reach their bounds 1, 3, 1, 6, 1."""
     rng = np.random.default_rng(1)
     x = np.concatenate([rng.normal(size=(7, 2)), np.zeros((7, 1))], axis=1)
     last = [0.0, 0.0, 6.0] if canary else [np.nan] * 3
@@ -51,10 +51,10 @@ def worlds(noise_factor, draws):
     outcomes = read_outcomes(Model(model, structure), shared)
     settings = RunSettings(clip_norm=1.0, sampler=FullBatch(), budget=BUDGET,
     privacy=Privacy(secret_key=2, mechanism=StagedGaussian(), repetition=True))  # fmt: skip
-    plan = schedule(1 / plan_for(settings, 8, 1).noise_multiplier, 3, 8)
+    plan = schedule(1 / plan_for(settings, 8, 1).noise_multiplier, 3, 8, robust=True)
     early = (
-        (0.0, 0.0, 0.01, 0.0, 0.0, 0.0),
-        (0.02, 0.03, 0.0, 0.0, 0.0, 0.0),
+        (0.0, 0.0, 0.01, 0.0, 0.0, 0.0, 0.0),
+        (0.02, 0.03, 0.0, 0.0, 0.0, 0.0, 0.0),
     )  # so few records would not get these
     plan = Schedule(plan.mu, (Kind.SIZE, Kind.SCALES, *plan.kinds), (*early, *plan.parts))
     unseen = (np.zeros((0, 3)),)
@@ -62,9 +62,9 @@ def worlds(noise_factor, draws):
         np.ones(3), np.zeros(3, int), unseen, lambda *_: (1.0, np.ones(3)), lambda *_: np.zeros(3),
         lambda *_: np.ones(1),
     )  # fmt: skip
-    driver = Stages(settings, outcomes, guess.groups)
+    driver = Stages(settings, outcomes, guess.groups, True)
     prior = read_prior(outcomes, jax.random.key(0))
-    state = driver.start(jax.random.key(1), Run(prior, plan, guess), args, {})
+    state = driver.start(jax.random.key(1), Run(prior, plan, guess, True), args, {})
     claim = spent_by(driver.settings, state, len(plan.shares)).epsilon
     session, state = driver._session(args, {}), state.opened
     rows = [session.rows(records(canary), {}) for canary in (False, True)]
