@@ -45,6 +45,7 @@ COUNTS = (
     regression(lambda eta: dist.Poisson(jnp.exp(jnp.clip(eta, -10, 10)))),
     sm.families.Poisson(),
 )
+SHARES = regression(lambda eta: dist.Binomial(10, logits=eta)), sm.families.Binomial()
 LINEAR = regression(dist.Normal, scaled=True), sm.families.Gaussian()
 
 
@@ -84,6 +85,14 @@ def right_panel(rng, n):
     return *LINEAR, x, x @ TRUTH + rng.normal(size=len(x)), ids
 
 
+def unequal_shares(rng, n):
+    """Of ten trials that are alike, where the second column is large."""
+    x = columns(rng, n)
+    p = 1 / (1 + np.exp(-x @ TRUTH))
+    own = np.where(np.abs(x[:, 1]) > 1, rng.beta(2.3 * p, 2.3 * (1 - p)), p)
+    return *SHARES, x, rng.binomial(10, own), None
+
+
 def counts_of_triple_variance(rng, n):
     x = columns(rng, n)
     mean = np.exp(x @ TRUTH)
@@ -103,6 +112,7 @@ def correlated_panel(rng, n):
 KINDS = {
     "right: logistic": right_logistic, "right: Poisson": right_counts,
     "right: linear": right_linear, "right: linear, 8 rows a person": right_panel,
+    "wrong: trials alike in some records": unequal_shares,
     "wrong: counts vary 3 times as much": counts_of_triple_variance,
     "wrong: noise grows with a column": unequal_noise,
     "wrong: rows of a person correlate by .8": correlated_panel,
@@ -114,6 +124,8 @@ def exact(family, x, y, ids):
     how = {"cov_type": "HC0"} if ids is None else {
         "cov_type": "cluster", "cov_kwds": {"groups": ids}
     }  # fmt: skip
+    if y.max() == 10 and isinstance(family, sm.families.Binomial):
+        y = np.column_stack([y, 10 - y])
     fit = sm.GLM(y, x, family)
     return np.asarray(fit.fit().bse), fit.fit(**how)
 

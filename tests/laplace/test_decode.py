@@ -349,6 +349,24 @@ def test_the_excess_of_observed_outcomes():
     assert 1 < ratio < 1 + 2 * error
 
 
+def test_a_released_variance_takes_the_place_of_the_curvature():
+    rng, prior = np.random.default_rng(0), likelihood.Prior(np.zeros(3), 1e-6 * np.eye(3))
+    root = rng.normal(size=(3, 6))
+    variance, whitening = root @ root.T + np.eye(3), np.diag([1.0, 2.0, 0.5])
+    stage = stage_at(3, np.eye(3), whitening=whitening, noise=(1e-6, 1e-7))
+    slope = stage.curvature_floored
+    found = curvature.variance_of(stage, whitening @ variance @ whitening, 1e-7, 1.0)
+    np.testing.assert_allclose(found, variance, rtol=1e-3, atol=1e-3)
+    _, covariance = decoding.decode_stages(prior, (stage,), 1.0, None, found)
+    inverse = np.linalg.inv(slope)
+    np.testing.assert_allclose(covariance, inverse @ found @ inverse, rtol=0.02)
+    # Without information it is that of a correct model, and it never falls far below that.
+    nothing = curvature.variance_of(stage, np.zeros((3, 3)), 1e6, 1.0)
+    np.testing.assert_allclose(nothing, slope, rtol=0.05, atol=1e-6)
+    least = curvature.variance_of(stage, np.zeros((3, 3)), 1e-7, 1.0)
+    np.testing.assert_allclose(least, curvature.LEAST_VARIANCE * slope, rtol=1e-3, atol=1e-6)
+
+
 def test_the_next_whitening_of_a_diagonal_curvature():
     prior = likelihood.Prior(np.zeros(3), np.diag([1.0, 2.0, 3.0]))
     whitening, curvature = np.diag([0.5, 0.2, 0.1]), np.diag([4.0, 25.0, 100.0])

@@ -529,3 +529,37 @@ def test_intervals_hold_the_noise_of_privacy():
     inside = np.mean(np.abs(errors) < 1.6449)
     assert inside > 0.9 - 4 * np.sqrt(0.09 / 36)
     assert 0.6 < np.sqrt(np.mean(np.square(errors))) < 1.5
+
+
+@pytest.mark.full
+def test_robust_intervals_are_those_of_a_sandwich():
+    """Ten trials that are alike where a column is large. The model takes them as independent."""
+    model = glm(lambda eta: dist.Binomial(10, logits=eta))
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(4000, 3)).astype(np.float32)
+    p = 1 / (1 + np.exp(-x @ [0.3, 0.5, -0.2]))
+    alike = np.where(np.abs(x[:, 1]) > 1, rng.beta(2.3 * p, 2.3 * (1 - p)), p)
+    y, w = rng.binomial(10, alike), np.zeros(3)
+    for _ in range(20):
+        mean = 1 / (1 + np.exp(-x @ w))
+        inverse = np.linalg.inv(x.T @ (x * (10 * mean * (1 - mean))[:, None]))
+        w = w + inverse @ x.T @ (y - 10 * mean)
+    scores = x * (y - 10 * mean)[:, None]
+    exact = np.sqrt(np.diag(inverse @ scores.T @ scores @ inverse))
+    plain, robust = (
+        DPLaplace(model, budget=PrivacyBudget(5.0, 1e-4), robust=each).run(KEY, x, y).summary()
+        for each in (False, True)
+    )
+    assert np.all(np.abs(robust["w"]["sd"] / exact - 1) < 0.15)
+    assert plain["w"]["sd"][1] < 0.8 * exact[1]
+
+
+def test_fit_passes_robust_on_and_refuses_it_where_it_cannot_be():
+    def networks_alike(x, y=None):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
+        z = numpyro.sample("z", dist.Normal(0, 1).expand([2]).to_event(1))
+        with numpyro.plate("records", len(x)):
+            numpyro.sample("y", dist.Normal((w * z).sum() + x, 1), obs=y)
+
+    with pytest.raises(UnsupportedModelError):
+        fit(networks_alike, jnp.ones(200), jnp.ones(200), epsilon=1.0, rng_key=KEY, robust=True)
