@@ -26,6 +26,7 @@ from jax import Array
 from jax.scipy.linalg import cho_solve
 from numpyro.infer import MCMC, NUTS
 
+from numpyro_dp._lazy import stats
 from numpyro_dp._validate import check_in, check_real
 from numpyro_dp.core import Values
 from numpyro_dp.posterior.densities import other_densities
@@ -40,6 +41,7 @@ from numpyro_dp.privacy.statement import Statement, joint_statement
 # Sum over holders of the shares of the prior. Errors of single releases add up above it: measured
 # with logistic models and 5 to 40 holders of 200 to 4,000 records, see docs/benchmarks/pool.md.
 _MOST_SHARES = 1.0
+_UNLIKELY = 1e-3
 _CHAINS, _WARMUP, _KEPT = 2, 1000, 2000
 
 
@@ -74,8 +76,8 @@ def pool(
         ValueError: If models, latents or neighbouring relations differ, or none has a model.
 
     Warns:
-        PosteriorWarning: If single releases told too little, so that their errors add up, or if one
-            of them was not to be believed.
+        PosteriorWarning: If holders differ by more than chance, if single releases told too little,
+            so that their errors add up, or if one of them was not to be believed.
 
     Example:
         >>> import jax, numpyro, numpyro.distributions as dist
@@ -124,6 +126,7 @@ def pool(
             linear=sum(each.linear for each in likelihoods),
             approximate=any(each.approximate for each in likelihoods),
         )
+        findings += _findings_of_differences(likelihoods, joint)
         found = sources[0].with_prior(joint, rng_key, privacy, method, (), converged, findings)
     else:
         drawn = _random(prior, likelihoods, spread, rng_key)
@@ -171,6 +174,19 @@ def _findings_of_shares(likelihoods: list[Likelihood], prior: ModelPrior) -> lis
         f"Single releases told too little: their shares of the prior add up to {sum(shares):.2g}. "
         "Each likelihood is normal by approximation, and errors of all of them add up. Let fewer "
         "holders with more records each take part, or fit their records together."
+    ))]  # fmt: skip
+
+
+def _findings_of_differences(likelihoods: list[Likelihood], joint: Likelihood) -> list[Finding]:
+    """Whether holders agree, by Cochran's Q."""
+    distance = sum(each.value @ each.value for each in likelihoods) - joint.value @ joint.value
+    degrees = (len(likelihoods) - 1) * len(joint.value)
+    if stats.chi2.sf(distance, degrees) > _UNLIKELY:
+        return []
+    return [Finding("differences", True, (
+        f"The holders' latents differ by more than chance (Cochran's Q is {distance:.0f} with "
+        f"{degrees} degrees of freedom), so no common value is that of all of them. Use "
+        'random="site", by which each holder has latents of its own.'
     ))]  # fmt: skip
 
 

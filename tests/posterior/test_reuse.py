@@ -199,7 +199,7 @@ def test_methods_without_a_likelihood_say_so(posterior):
 
 
 def test_pooled_likelihoods_multiply_with_one_prior(posterior):
-    other = released(regression(), Y[::-1].copy(), 0.5, jax.random.key(1))
+    other = released(regression(), Y, 0.5, jax.random.key(1))
     pooled = pool([posterior, other], records="disjoint")
     joint = dataclasses.replace(
         posterior.likelihood,
@@ -232,6 +232,13 @@ def test_pool_warns_if_single_releases_tell_little():
     own = [small.run(KEY, X[:60], Y[:60], progress_bar=False)] * 8
     with pytest.warns(PosteriorWarning, match="add up"):
         pool(own, records="disjoint")
+
+
+def test_holders_that_differ_are_said(posterior):
+    other = X @ np.array([0.5, 1.0]) + 2 * RNG.normal(size=2000)
+    other = released(regression(), other.astype(np.float32), key=jax.random.key(3))
+    with pytest.warns(PosteriorWarning, match="differ by more than chance"):
+        pool([posterior, other], records="disjoint")
 
 
 @pytest.mark.full
