@@ -109,13 +109,13 @@ class DPLaplace:
 
     Guarantee:
         Everything in the posterior is (epsilon, delta)-differentially private under the budget's
-        relation. A release sums up to seven parts of each record: score, curvature, the score's
-        power, in the last stage how much the outcome's score exceeds it, before that the loss of
-        curvature, in two stages where the score's norm lies (:mod:`numpyro_dp.laplace.tail`), and
-        with ``robust`` in the last stage the square of the score. Their norms are at most C,
-        :math:`C_H` (Frobenius), :math:`C^2`, :math:`C_e^2`, :math:`2 C_H`, 1 and :math:`C^2`
-        (Frobenius). Each part is divided by its bound and weighted, so a record's whole
-        signal has norm at most 1. The mechanism also clips it to 1.
+        relation. A release sums up to seven parts of each record. These are the score, the
+        curvature and the score's power. The last stage adds how much the outcome's score exceeds
+        that power, and with ``robust`` the square of the score. Earlier ones add the loss of
+        curvature, and two where the score's norm lies (:mod:`numpyro_dp.laplace.tail`). In this
+        order their norms are at most C, :math:`C_H` (Frobenius), :math:`C^2`, :math:`C_e^2`,
+        :math:`C^2` (Frobenius), :math:`2 C_H` and 1. Each part is divided by its bound and
+        weighted, so a record's whole signal has norm at most 1. The mechanism also clips it to 1.
 
         The release of the size has one entry in [0, 1]. The release of scales has two entries that
         are clipped to their bounds. N, the number of latents and the budget decide whether each of
