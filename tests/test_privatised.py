@@ -30,7 +30,6 @@ COUNTS = {
 }
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("noise", NOISES)
 @pytest.mark.parametrize("counts", COUNTS)
 def test_the_true_count_is_summed_out(noise, counts):
@@ -71,6 +70,7 @@ def test_a_table_keeps_its_exact_total():
     assert jnp.sum(rates * jax.grad(log)(jnp.asarray(rates))) == pytest.approx(0, abs=1e-4)
 
 
+@pytest.mark.full
 def test_relaxed_counts_are_near_exact_ones():
     base, values = dist.Poisson(400.0), jnp.linspace(360, 440, 9)
     exact, relaxed = (

@@ -108,6 +108,10 @@ class Posterior:
         (5,)
         >>> posterior.predict(jax.random.key(3), None, size=2, num_samples=7)["x"].shape
         (7, 2)
+        >>> bool(posterior.evidence(mean=0.0).probability < 0.01)  # of the model without a mean
+        True
+        >>> posterior.probability(lambda latents: latents["mean"] > 2)
+        1.0
         >>> sorted(posterior.summary()["mean"])
         ['lower', 'mean', 'prior_share', 'sd', 'upper']
         >>> print(str(posterior).splitlines()[-1])  # doctest: +ELLIPSIS
@@ -224,8 +228,8 @@ class Posterior:
         """
         if self._likelihood is None:
             raise ValueError(
-                f"{self.method} does not release a likelihood apart from its prior. Use DPLaplace, "
-                "DPSEP, or DPSVI with the default estimator."
+                f"{self.method} does not release a likelihood apart from its prior, or was saved "
+                "without it. Use DPLaplace, DPSEP, or DPSVI with the default estimator."
             )
         return self._likelihood
 
@@ -296,20 +300,6 @@ class Posterior:
         Raises:
             ValueError: If a name or value does not fit, the prior depends on other latents, or the
                 posterior is too far from normal for a reliable number.
-
-        Example:
-            >>> import jax, numpyro, numpyro.distributions as dist
-            >>> from numpyro_dp import fit
-            >>> def model(x):
-            ...     mean = numpyro.sample("mean", dist.Normal(0, 1))
-            ...     with numpyro.plate("records", x.shape[0]):
-            ...         numpyro.sample("x", dist.Normal(mean, 1), obs=x)
-            >>> x = jax.random.normal(jax.random.key(1), (1000,))
-            >>> posterior = fit(model, x, epsilon=1.0, rng_key=jax.random.key(0))
-            >>> bool(posterior.evidence(mean=0).probability > 0.5)
-            True
-            >>> posterior.probability(lambda latents: abs(latents["mean"]) < 1)
-            1.0
 
         Guarantee:
             Reads released values and the model.

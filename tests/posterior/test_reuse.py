@@ -16,6 +16,7 @@ import numpyro_dp
 from numpyro_dp import DPLaplace, PrivacyBudget
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.posterior import PosteriorWarning, pool
+from numpyro_dp.posterior.saved import read_file, write_file
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -61,6 +62,7 @@ def is_near(posterior, mean, covariance, by=1e-3):
     return np.all(np.abs(own[0] - mean) < by * sds) and np.allclose(own[1], covariance, 2 * by)
 
 
+@pytest.mark.full
 def test_the_distribution_has_the_likelihood_of_the_release(scaled):
     own = scaled.likelihood
     assert list(own.sites) == ["s", "w"] and own.precision.shape == (3, 3) and own.approximate
@@ -96,6 +98,7 @@ def test_a_larger_model_samples_what_the_posterior_is(scaled):
         assert np.allclose(drawn.std(0), site["sd"], rtol=0.15)
 
 
+@pytest.mark.full
 def test_a_call_wants_all_latents_in_their_shapes(scaled):
     own = scaled.likelihood
     with pytest.raises(ValueError, match="values of"):
@@ -214,6 +217,7 @@ def test_pooled_likelihoods_multiply_with_one_prior(posterior):
     assert same.delta == pytest.approx(2e-5) and same.num_examples == 2000
 
 
+@pytest.mark.full
 def test_pool_refuses_what_does_not_belong_together(posterior, scaled):
     with pytest.raises(ValueError, match="records="):
         pool([posterior, posterior], records="some")
@@ -234,6 +238,7 @@ def test_pool_warns_if_single_releases_tell_little():
         pool(own, records="disjoint")
 
 
+@pytest.mark.full
 def test_holders_that_differ_are_said(posterior):
     other = X @ np.array([0.5, 1.0]) + 2 * RNG.normal(size=2000)
     other = released(regression(), other.astype(np.float32), key=jax.random.key(3))
@@ -336,3 +341,15 @@ def test_a_probability_counts_draws(posterior):
     expected = dist.Normal(*(site[name][1] for name in ("mean", "sd"))).cdf(0.0)
     found = posterior.probability(lambda latents: latents["w"][1] < 0)
     assert found == pytest.approx(float(expected), abs=0.03)
+
+
+def test_a_file_of_before_has_no_likelihood(posterior, tmp_path):
+    posterior.save(path := tmp_path / "a.posterior")
+    about, arrays = read_file(path)
+    del about["likelihood"]
+    arrays = {name: x for name, x in arrays.items() if not name.startswith("likelihood/")}
+    write_file(path, about, arrays)
+    old = numpyro_dp.load(path, regression())
+    assert str(old.summary()) == str(posterior.summary())
+    with pytest.raises(ValueError, match="does not release"):
+        old.refit(regression())
