@@ -60,7 +60,7 @@ def one(holders, number, seed, epsilon):
     )  # fmt: skip
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", PosteriorWarning)
-        pooled = pool(own, records="disjoint")
+        pooled = pool(own, persons="disjoint")
     sds = np.sqrt(np.diag(covariance))
     shares = [np.mean(np.diag(np.linalg.inv(p.likelihood.precision + np.eye(SIZE)))) for p in own]
     found = {"shares": sum(shares), "warned": any("add up" in str(each.message) for each in told)}

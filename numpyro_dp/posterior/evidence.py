@@ -26,12 +26,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from numpyro.distributions import biject_to, constraints
+from numpyro.distributions import biject_to
 from scipy.special import gammaln, logsumexp
 
 from numpyro_dp.posterior.algebra import factor, solve, symmetric
 from numpyro_dp.posterior.prior import ModelPrior
-from numpyro_dp.posterior.released import Likelihood
+from numpyro_dp.posterior.released import Likelihood, base_support
 
 _DRAWS, _FEWEST = 20_000, 400  # proposals, and how many of them have to count
 _DEGREES = 5  # of freedom of the proposals
@@ -112,8 +112,7 @@ def _flat(likelihood: Likelihood, fixed: Mapping[str, ArrayLike]) -> tuple[np.nd
                 f"Expected names among {list(own)}, which the run tells about, got {site!r}."
             )
         support = None if likelihood.supports is None else likelihood.supports[site]
-        while isinstance(support, constraints.independent):
-            support = support.base_constraint
+        support = base_support(support)
         if support is None or biject_to(support).domain.event_dim:
             raise ValueError(
                 f"Entries of {site!r} cannot be fixed one by one, because its support {support} "

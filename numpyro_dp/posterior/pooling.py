@@ -48,7 +48,7 @@ _CHAINS, _WARMUP, _KEPT = 2, 1000, 2000
 def pool(
     posteriors: Sequence[Posterior],
     *,
-    records: str,
+    persons: str,
     random: str | None = None,
     spread: float = 0.5,
     rng_key: Array | None = None,
@@ -58,9 +58,10 @@ def pool(
     Args:
         posteriors: At least two. One of them must know the model: that of a run, or of
             ``load(path, model)``. Its prior is used, once.
-        records: ``"disjoint"`` if no person is in the records of two of them. The largest epsilon
-            then holds for all. ``"same"`` if they may share persons. Then epsilons and deltas add
-            up, and the releases must have been independent.
+        persons: ``"disjoint"`` if no person is in the records of two of them. The largest epsilon
+            then holds for all. ``"overlapping"`` if they may share persons, as several years do.
+            Then epsilons and deltas add up. Rows must differ in any case: two releases of the same
+            rows would count them twice.
         random: If given, latents may differ by holder, and this is what a holder is called, such as
             ``"site"``. The posterior then has the values of the population under the model's names,
             those of the holders as ``"w_site"``, with a leading axis, and the standard deviation
@@ -90,7 +91,7 @@ def pool(
         >>> keys = jax.random.split(jax.random.key(1), 2)
         >>> own = [fit(model, jax.random.normal(key, (2000,)), epsilon=1.0, rng_key=key)
         ...        for key in keys]
-        >>> pooled = pool(own, records="disjoint")
+        >>> pooled = pool(own, persons="disjoint")
         >>> ratio = pooled.summary()["mean"]["sd"] / own[0].summary()["mean"]["sd"]
         >>> bool(ratio < 0.9), pooled.privacy.num_examples
         (True, 4000)
@@ -99,7 +100,7 @@ def pool(
         Reads released values alone. The statement covers all releases: if two data sets differ in
         one record, and the holders' records are disjoint, only one release changes.
     """
-    check_in("records", records, ("disjoint", "same"))
+    check_in("persons", persons, ("disjoint", "overlapping"))
     check_real("spread", spread, low=0, low_open=True)
     rng_key = jax.random.key(0) if rng_key is None else rng_key
     check_rng_key(rng_key)
@@ -113,7 +114,7 @@ def pool(
     likelihoods = [each.likelihood for each in posteriors]
     privacy = joint_statement(
         [p if isinstance(p := each.privacy, Statement) else p.statement() for each in posteriors],
-        disjoint=records == "disjoint",
+        disjoint=persons == "disjoint",
     )
     prior = sources[0].read_prior(likelihoods[0].sites)
     findings = [*_findings_of(posteriors), *_findings_of_shares(likelihoods, prior)]

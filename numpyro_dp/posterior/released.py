@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax import Array
-from numpyro.distributions import biject_to
+from numpyro.distributions import biject_to, constraints
 from numpyro.distributions.constraints import Constraint
 
 from numpyro_dp.core import Values
@@ -145,8 +145,19 @@ class Likelihood:
                 )
 
 
+def base_support(support: Any) -> Any:
+    """The constraint of a single entry, if entries are independent."""
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    return support
+
+
 def is_same_support(one: Any, other: Any) -> bool:
-    """Whether supports are constraints of NumPyro with equal values, or values are equal."""
+    """Whether supports are constraints of NumPyro with equal values, or values are equal.
+
+    The number of independent axes does not count, because shapes are compared elsewhere.
+    """
+    one, other = base_support(one), base_support(other)
     if not isinstance(one, Constraint):
         return np.array_equal(one, other)
     if type(one) is not type(other) or type(one).__module__ != Constraint.__module__:

@@ -173,7 +173,7 @@ def test_a_file_keeps_the_likelihood(posterior, tmp_path):
         alone.refit(regression())
     other = known.refit(regression(dist.Normal(0, 0.5)))
     assert is_near(other, *normal_of(posterior.likelihood, 4.0))
-    assert pool([alone, known], records="same").likelihood.sites == {"w": (2,)}
+    assert pool([alone, known], persons="overlapping").likelihood.sites == {"w": (2,)}
 
 
 @pytest.mark.full
@@ -203,7 +203,7 @@ def test_methods_without_a_likelihood_say_so(posterior):
 
 def test_pooled_likelihoods_multiply_with_one_prior(posterior):
     other = released(regression(), Y, 0.5, jax.random.key(1))
-    pooled = pool([posterior, other], records="disjoint")
+    pooled = pool([posterior, other], persons="disjoint")
     joint = dataclasses.replace(
         posterior.likelihood,
         precision=posterior.likelihood.precision + other.likelihood.precision,
@@ -212,22 +212,22 @@ def test_pooled_likelihoods_multiply_with_one_prior(posterior):
     assert is_near(pooled, *normal_of(joint, 1.0))
     report = pooled.privacy
     assert report.epsilon == posterior.privacy.epsilon and report.num_examples == 4000
-    same = pool([posterior, other], records="same").privacy
+    same = pool([posterior, other], persons="overlapping").privacy
     assert same.epsilon == pytest.approx(posterior.privacy.epsilon + other.privacy.epsilon)
     assert same.delta == pytest.approx(2e-5) and same.num_examples == 2000
 
 
 @pytest.mark.full
 def test_pool_refuses_what_does_not_belong_together(posterior, scaled):
-    with pytest.raises(ValueError, match="records="):
-        pool([posterior, posterior], records="some")
+    with pytest.raises(ValueError, match="persons="):
+        pool([posterior, posterior], persons="some")
     with pytest.raises(TypeError, match="two or more"):
-        pool([posterior], records="same")
+        pool([posterior], persons="overlapping")
     with pytest.raises(ValueError, match="run had"):
-        pool([posterior, scaled], records="same")
+        pool([posterior, scaled], persons="overlapping")
     noisier = released(regression(noise=3.0))
     with pytest.raises(ValueError, match="another model"):
-        pool([posterior, noisier], records="same")
+        pool([posterior, noisier], persons="overlapping")
 
 
 @pytest.mark.full
@@ -235,7 +235,7 @@ def test_pool_warns_if_single_releases_tell_little():
     small = DPLaplace(regression(), budget=PrivacyBudget(0.3, 1e-3))
     own = [small.run(KEY, X[:60], Y[:60], progress_bar=False)] * 8
     with pytest.warns(PosteriorWarning, match="add up"):
-        pool(own, records="disjoint")
+        pool(own, persons="disjoint")
 
 
 @pytest.mark.full
@@ -243,7 +243,7 @@ def test_holders_that_differ_are_said(posterior):
     other = X @ np.array([0.5, 1.0]) + 2 * RNG.normal(size=2000)
     other = released(regression(), other.astype(np.float32), key=jax.random.key(3))
     with pytest.warns(PosteriorWarning, match="differ by more than chance"):
-        pool([posterior, other], records="disjoint")
+        pool([posterior, other], persons="disjoint")
 
 
 @pytest.mark.full
@@ -260,7 +260,7 @@ def test_latents_that_differ_by_holder(posterior):
         likelihood=dataclasses.replace(other, linear=likelihoods[1].linear,
                                        precision=likelihoods[1].precision),
     )  # fmt: skip
-    found = pool([posterior, twin], records="disjoint", random="site").summary()
+    found = pool([posterior, twin], persons="disjoint", random="site").summary()
     assert found["w_site"]["mean"].shape == (2, 2) and found["w_site_sd"]["mean"].shape == (2,)
     grid = np.abs(np.random.default_rng(1).normal(size=(4000, 2))) * 0.5  # tau from its prior
     logs, means, squares = [], [], []
