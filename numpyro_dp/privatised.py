@@ -79,9 +79,15 @@ class Privatised(dist.Distribution):
         arXiv:1111.6554, for the bound of ``relaxed``.
     """
 
-    arg_constraints = {}  # noqa: RUF012 - as in NumPyro
-    pytree_data_fields = ("base", "scale")
-    pytree_aux_fields = ("noise", "total", "relaxed", "discrete", "_radius")
+    arg_constraints: dict[str, Any] = {}  # noqa: RUF012 - as in NumPyro
+    pytree_data_fields: tuple[str, ...] = ("base", "scale")
+    pytree_aux_fields: tuple[str, ...] = ("noise", "total", "relaxed", "discrete", "_radius")
+    base: Any
+    noise: str
+    scale: Array
+    total: int | None
+    relaxed: bool
+    discrete: bool
 
     def __init__(
         self,
@@ -125,7 +131,7 @@ class Privatised(dist.Distribution):
                 raise ValueError(
                     "total= needs base=Poisson(rates) with one rate a cell, and not relaxed."
                 )
-        self.base: Any = base
+        self.base = base
         self.noise, self.total, self.relaxed = noise, total, relaxed
         self.scale = jnp.asarray(scales, jnp.result_type(float))
         shape = jnp.broadcast_shapes(base.batch_shape, scales.shape)
