@@ -18,12 +18,12 @@ from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.record_check import check_records
 from numpyro_dp.posterior import Posterior
 from numpyro_dp.posterior.load import load
+from numpyro_dp.posterior.privatised import Privatised
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.keys import secret_key
 from numpyro_dp.privacy.ledger import Ledger, LedgerError
 from numpyro_dp.privacy.once import NoiseReuseError
 from numpyro_dp.privacy.plan import BudgetError, PrivacyReport
-from numpyro_dp.privatised import Privatised
 from numpyro_dp.run.results import RunInterrupted, RunResult
 from numpyro_dp.run.settings import Execution, Privacy
 from numpyro_dp.vi.dpsvi import DPSVI

@@ -31,8 +31,9 @@ _MOST_PRIOR = 0.6  # part of the variance of the prior, as a mean over latents
 # release that leaves so much of the prior.
 _POOLED, _MUCH_NARROWER, _LITTLE = 3, 0.4, 1 / 3
 _UNLIKELY = 1e-3
+_GUESSED = 0.3  # share of the prior above which the prior of decoding matters
 # Findings that follow from the prior or from the report, and are made again under another prior.
-OF_PRIOR = ("prior", "conflict", "pooling", "delta", "epsilon", "budget")
+OF_PRIOR = ("prior", "conflict", "likelihood", "pooling", "delta", "epsilon", "budget")
 _CONFLICT = 2.0  # prior sds between the means of posterior and prior, root mean square
 _PACKAGE = str(pathlib.Path(__file__).parents[1])
 _MORE = (
@@ -265,6 +266,17 @@ def findings_of_conflict(precision: np.ndarray, linear: np.ndarray, prior: Prior
         "The prior and the released values disagree: they are "
         f"{math.sqrt(distance / size):.1f} standard deviations apart, as a root mean square over "
         "latents. Check the prior, or make it wider."
+    ))]  # fmt: skip
+
+
+def findings_of_guess(approximate: bool, covariance: np.ndarray, prior: Prior) -> list[Finding]:
+    """Whether a likelihood that tells little was decoded with an approximate prior."""
+    share = float(np.max(np.diag(covariance) / np.diag(prior.covariance)))
+    if not approximate or share < _GUESSED:
+        return []
+    return [Finding("likelihood", False, (
+        f"A latent keeps {100 * share:.0f} % of its prior variance, and the likelihood was decoded "
+        "with a normal prior in place of that of the run. Under another prior it is a guess."
     ))]  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from numpyro_dp.posterior.densities import Densities, densities_of_model, invent
 from numpyro_dp.posterior.diagnosis import (
     Finding,
     findings_of_conflict,
+    findings_of_guess,
     findings_of_normal,
     findings_of_pooling,
     findings_of_report,
@@ -278,6 +279,7 @@ class ModelSource(NamedTuple):
         findings = [*findings, *findings_of_normal(*normal, prior.decoded)]
         findings += findings_of_pooling(prior, vectors, normal[1])
         findings += findings_of_conflict(*numbers, prior.decoded)
+        findings += findings_of_guess(likelihood.approximate, normal[1], prior.decoded)
         return self.posterior(
             prior.drawn(vectors), privacy, method, notes, converged, findings,
             likelihood=dataclasses.replace(own, approximate=likelihood.approximate),

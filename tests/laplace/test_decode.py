@@ -262,7 +262,9 @@ def test_agrees_with_the_reference(reference, monkeypatch):
         their_mean, their_covariance, _ = reference.decode(
             prior.mean, sds, theirs, kappa, np.ones(len(theirs)), begin
         )
-        own_mean, own_covariance = decoding._decoded(prior, stages, kappa, begin)
+        own_mean, own_covariance = decoding._decoded(
+            prior, stages, stages[-1].curvature_floored / kappa, begin
+        )
         close(own_mean, their_mean)
         close(own_covariance, their_covariance)
         # Ours raises eigenvalues to the ridge, where the reference adds it to each of them.

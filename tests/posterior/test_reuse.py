@@ -164,6 +164,15 @@ def test_a_prior_in_conflict_is_said(posterior):
     assert [found.name for found in other.diagnose().bad] == ["conflict"]
 
 
+def test_a_likelihood_that_was_guessed_is_said():
+    model = regression(dist.StudentT(4.0))  # not normal
+    little = DPLaplace(model, budget=PrivacyBudget(0.05, 1e-3)).run(
+        KEY, X[:40], Y[:40], progress_bar=False
+    )  # fmt: skip
+    other = little.refit(regression(dist.Normal(0, 1)))
+    assert "likelihood" in [found.name for found in other.diagnose().findings]
+
+
 def test_a_file_keeps_the_likelihood(posterior, tmp_path):
     posterior.save(path := tmp_path / "a.posterior")
     alone, known = numpyro_dp.load(path), numpyro_dp.load(path, regression())
