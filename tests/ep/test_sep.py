@@ -60,6 +60,7 @@ def binary_data(number=400, dim=3):
     return x, (rng.random(number) < 1 / (1 + np.exp(-x @ np.ones(dim)))).astype(np.int32)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("driver", [EP, SEP])
 def test_conjugate_models_are_exact(driver):
     x, y = linear_data()

@@ -52,6 +52,7 @@ def test_a_mean_with_noise(noise):
         assert found == pytest.approx(np.log(exact), abs=1e-4)
 
 
+@pytest.mark.full
 def test_a_table_keeps_its_exact_total():
     rates, total, value, scale = np.array([2.0, 3.0, 1.5]), 7, np.array([4, -1, 3]), 1.5
     cells = [(a, b, total - a - b) for a in range(total + 1) for b in range(total + 1 - a)]

@@ -164,6 +164,7 @@ def test_a_prior_in_conflict_is_said(posterior):
     assert [found.name for found in other.diagnose().bad] == ["conflict"]
 
 
+@pytest.mark.full
 def test_a_likelihood_that_was_guessed_is_said():
     model = regression(dist.StudentT(4.0))  # not normal
     little = DPLaplace(model, budget=PrivacyBudget(0.05, 1e-3)).run(
