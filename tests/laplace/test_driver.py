@@ -554,6 +554,29 @@ def test_robust_intervals_are_those_of_a_sandwich():
     assert plain["w"]["sd"][1] < 0.8 * exact[1]
 
 
+@pytest.mark.full
+def test_robust_intervals_allow_for_survey_weights():
+    def model(x, weight, y=None):
+        w = numpyro.sample("w", dist.Normal(0, 1.5).expand([2]).to_event(1))
+        with numpyro.plate("rows", len(x)), numpyro.handlers.scale(scale=weight):
+            numpyro.sample("y", dist.Bernoulli(logits=x @ w), obs=y)
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(6000, 2)).astype(np.float32)
+    y = (rng.random(6000) < 1 / (1 + np.exp(-x @ [0.5, -0.2]))).astype(np.int32)
+    weight = rng.choice([0.25, 0.5, 1.0, 3.0], 6000, p=[0.3, 0.3, 0.2, 0.2]).astype(np.float32)
+    w = np.zeros(2)
+    for _ in range(20):
+        mean = 1 / (1 + np.exp(-x @ w))
+        inverse = np.linalg.inv(x.T @ (x * (weight * mean * (1 - mean))[:, None]))
+        w = w + inverse @ x.T @ (weight * (y - mean))
+    scores = x * (weight * (y - mean))[:, None]
+    exact = np.sqrt(np.diag(inverse @ scores.T @ scores @ inverse))
+    found = DPLaplace(model, budget=PrivacyBudget(5.0, 1e-4), robust=True).run(KEY, x, weight, y)
+    assert np.all(np.abs(found.summary()["w"]["sd"] / exact - 1) < 0.12)
+    assert np.all(np.sqrt(np.diag(inverse)) < 0.8 * exact)
+
+
 def test_fit_passes_robust_on_and_refuses_it_where_it_cannot_be():
     def networks_alike(x, y=None):
         w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
