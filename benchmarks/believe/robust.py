@@ -1,9 +1,9 @@
 """Do robust intervals cover the best fit of a wrong model, and what do they cost a right one?
 
-Each kind is a model with four coefficients, on invented records of which the right ones are known.
-Panels have 8 rows a person, and the person is the record. Every set is fitted with and without
-``robust=True``. "width" is the mean reported standard deviation of a coefficient, over that of
-statsmodels without privacy: "HC0", or clustered by person. "cost" is the width with ``robust``,
+Each kind is a regression with four coefficients. The records are invented, so the true coefficients
+are known. Panels have 8 rows a person, and the person is the record. Every set is fitted with and
+without ``robust=True``. "width" is the mean reported standard deviation of a coefficient, over that
+of statsmodels without privacy: "HC0", or clustered by person. "cost" is the width with ``robust``,
 over that without, on the same records. With --real it is RAND HIE, persons as records.
 
     python benchmarks/believe/robust.py --json robust.json

@@ -79,7 +79,7 @@ def evidence(prior: ModelPrior, likelihood: Likelihood, fixed: Mapping[str, Arra
         after = _log_normal(values, places, *prior.decoded.updated(precision, linear))
         before = _log_normal(values, places, prior.decoded.mean, prior.decoded.covariance)
         return Evidence(after - before, 0.0)
-    at_prior = _log_prior_at(prior, prior.seen[places], values)
+    at_prior = _log_prior_at(prior, np.asarray(prior.draws), prior.seen[places], values)
     draws = np.asarray(prior.vectors(precision, linear, jax.random.key(0))(jax.random.key(1), 4000))
     mean, covariance = draws.mean(axis=0), np.cov(draws.T).reshape(2 * draws.shape[1:])
     inside, all_places = np.arange(len(mean)), prior.seen[places]
@@ -183,10 +183,10 @@ def _log_integral(
     return total - math.log(_DRAWS), float(np.sqrt(1 / counted - 1 / _DRAWS))
 
 
-def _log_prior_at(prior: ModelPrior, places: np.ndarray, values: np.ndarray) -> float:
+def _log_prior_at(
+    prior: ModelPrior, draws: np.ndarray, places: np.ndarray, values: np.ndarray
+) -> float:
     """Log prior density of fixed latents, which must not depend on the others."""
-    draws = prior.draws
-    assert draws is not None  # the prior is not normal
     found = []
     for others in draws[:2]:
         point, total = others.copy(), 0.0

@@ -34,7 +34,7 @@ from numpyro_dp.posterior.diagnosis import (
 )
 from numpyro_dp.posterior.draws import Draws, SiteDraws
 from numpyro_dp.posterior.posterior import Posterior
-from numpyro_dp.posterior.prior import ModelPrior, read_prior
+from numpyro_dp.posterior.prior import ModelPrior, constrained, read_prior
 from numpyro_dp.posterior.released import Likelihood
 from numpyro_dp.posterior.samples import posterior_samples
 from numpyro_dp.privacy.plan import PrivacyReport
@@ -144,6 +144,16 @@ class ModelSource(NamedTuple):
         Raises:
             UnsupportedModelError: If the prior cannot be drawn from.
         """
+        return read_prior(self._outcomes(seen), jax.random.key(0))
+
+    def supports(self, seen: Iterable[str]) -> Values | None:
+        """Returns NumPyro's constraint of each site, or ``None`` if it depends on other latents."""
+        outcomes = self._outcomes(seen)
+        found = constrained(outcomes)[1]
+        return found and select(found, outcomes.seen)
+
+    def _outcomes(self, seen: Iterable[str]) -> Outcomes:
+        """The latents of the model. Its outcomes are left out."""
         leaves, treedef = jax.tree.flatten(tuple(self.arguments))
         kinds = "".join("s" if is_array(leaf) else "c" for leaf in leaves)
         constants = tuple(leaf for leaf in leaves if not is_array(leaf))
@@ -156,8 +166,7 @@ class ModelSource(NamedTuple):
         model = Model(self._filled, structure)
         drawn = jax.eval_shape(lambda: unconstrained_prior(model, shared, jax.random.key(0)))
         shapes = {name: value.shape for name, value in drawn.items()}
-        outcomes = Outcomes(model, shared, tuple(sorted(seen)), shapes, 0, False, False)
-        return read_prior(outcomes, jax.random.key(0))
+        return Outcomes(model, shared, tuple(sorted(seen)), shapes, 0, False, False)
 
     @classmethod
     def of_file(
@@ -255,6 +264,7 @@ class ModelSource(NamedTuple):
         notes: tuple[str, ...] = (),
         converged: bool = True,
         findings: Iterable[Finding] = (),
+        prior: ModelPrior | None = None,
     ) -> Posterior:
         """Returns the posterior of a likelihood under the prior of this model.
 
@@ -266,12 +276,13 @@ class ModelSource(NamedTuple):
             notes: As for :meth:`posterior`.
             converged: As for :meth:`posterior`.
             findings: What those runs showed.
+            prior: The prior, if it has been read.
 
         Raises:
             ValueError: If latents have other shapes or supports than those of the likelihood.
             UnsupportedModelError: If the prior cannot be drawn from.
         """
-        prior = self.read_prior(likelihood.sites)
+        prior = self.read_prior(likelihood.sites) if prior is None else prior
         own = prior.likelihood(likelihood.precision, likelihood.linear)
         likelihood.check_same(own)
         numbers = likelihood.precision, likelihood.linear

@@ -92,7 +92,7 @@ def load(
     found._model = fn
     if saved is not None and found._likelihood is not None and saved.get("alone"):
         source = ModelSource.of_file(fn, saved, found._params, found._public)
-        supports = source.read_prior(found._likelihood.sites).supports
+        supports = source.supports(found._likelihood.sites)
         found._source = source
         found._likelihood = dataclasses.replace(found._likelihood, supports=supports)
     return found

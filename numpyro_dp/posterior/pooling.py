@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.scipy.linalg import cho_solve
+from numpyro.diagnostics import split_gelman_rubin
 from numpyro.infer import MCMC, NUTS
 
 from numpyro_dp._lazy import stats
@@ -42,6 +43,7 @@ from numpyro_dp.privacy.statement import Statement, joint_statement
 # with logistic models and 5 to 40 holders of 200 to 4,000 records, see docs/benchmarks/pool.md.
 _MOST_SHARES = 1.0
 _UNLIKELY = 1e-3
+_MIXED = 1.1  # largest R-hat
 _CHAINS, _WARMUP, _KEPT = 2, 1000, 2000
 
 
@@ -128,9 +130,12 @@ def pool(
             approximate=any(each.approximate for each in likelihoods),
         )
         findings += _findings_of_differences(likelihoods, joint)
-        found = sources[0].with_prior(joint, rng_key, privacy, method, (), converged, findings)
+        found = sources[0].with_prior(
+            joint, rng_key, privacy, method, (), converged, findings, prior
+        )
     else:
-        drawn = _random(prior, likelihoods, spread, rng_key)
+        drawn, mixing = _random(prior, likelihoods, spread, rng_key)
+        findings += mixing
         found = Posterior(
             privacy=privacy, method=f"{method}, latents differ by {random}", converged=converged,
             findings=tuple(findings),
@@ -193,8 +198,11 @@ def _findings_of_differences(likelihoods: list[Likelihood], joint: Likelihood) -
 
 def _random(
     prior: ModelPrior, likelihoods: list[Likelihood], spread: float, rng_key: Array
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Draws of population (n, all), latents of each holder (n, K, d), and tau (n, d)."""
+) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], list[Finding]]:
+    """Draws of population (n, all), latents of each holder (n, K, d), and tau (n, d).
+
+    Also what is wrong with the chains.
+    """
     dtype = jnp.result_type(float)
     precisions = np.stack([each.precision for each in likelihoods])
     linears = np.stack([each.linear for each in likelihoods])
@@ -231,6 +239,11 @@ def _random(
         jax.random.split(rng_key, _CHAINS),
         init_params={name: jnp.asarray(value, dtype) for name, value in first.items()},
     )
+    chains = mcmc.get_samples(group_by_chain=True)
+    worst = max(float(np.max(split_gelman_rubin(np.asarray(x)))) for x in chains.values())
+    mixing = [Finding("mixing", True, (
+        f"The chains disagree (R-hat {worst:.2f}). Pool more holders, or take a smaller spread=."
+    ))] if not worst < _MIXED else []  # fmt: skip
     drawn = {name: np.asarray(x, np.float64) for name, x in mcmc.get_samples().items()}
     tau, flat = np.exp(drawn["log_tau"]), drawn["flat"]
     rng, holders = generator(jax.random.fold_in(rng_key, 1)), []
@@ -247,7 +260,7 @@ def _random(
             ]
         ).sum(0)
         holders.append(mean + tau * np.linalg.solve(upper, right[..., None])[..., 0])
-    return flat, np.stack(holders, 1), tau
+    return (flat, np.stack(holders, 1), tau), mixing
 
 
 def _with_holders(

@@ -252,7 +252,7 @@ def read_prior(outcomes: Outcomes, rng_key: Array) -> ModelPrior:
     names = sorted(outcomes.shapes)  # the order of ravel_pytree
     marks = [np.full(int(np.prod(outcomes.shapes[n])), n in outcomes.seen) for n in names]
     seen = np.flatnonzero(np.concatenate(marks))
-    constrain, supports = _constrained(outcomes)
+    constrain, supports = constrained(outcomes)
     normal = _normal(outcomes, sum(map(len, marks)))
     if normal is not None:
         # A block of the covariance is the marginal prior. A block of the precision would be that
@@ -327,7 +327,7 @@ def _normal(outcomes: Outcomes, size: int) -> Prior | None:
     return None if np.any(off) else prior
 
 
-def _constrained(
+def constrained(
     outcomes: Outcomes,
 ) -> tuple[Callable[[Array], dict[str, Array]], Values | None]:
     """Vectors of all latents, shape (draws, all) -> values by site in the model's own units.
