@@ -48,7 +48,8 @@ class Stage:
         whitening: The whitening W, symmetric and positive definite (d, d).
         unwhitening: The inverse of W (d, d).
         score: The noisy sum of scores, in the coordinates of theta (d,).
-        score_noise: Standard deviation of the noise on each coordinate of W times ``score``.
+        score_noise: Standard deviation of the noise on each coordinate of W times ``score``, one
+            for all or (d,).
         noisy_curvature: The noisy sum of curvatures, whitened (d, d).
         curvature_noise: Standard deviation of the noise on the diagonal of ``noisy_curvature``.
         template: Whitened guess of the curvature, the target of the shrinkage (d, d).
@@ -70,7 +71,7 @@ class Stage:
     whitening: np.ndarray
     unwhitening: np.ndarray
     score: np.ndarray
-    score_noise: float
+    score_noise: float | np.ndarray
     noisy_curvature: np.ndarray
     curvature_noise: float
     template: np.ndarray
@@ -107,7 +108,7 @@ def read_stage(
     template: np.ndarray,
     whitened_score: np.ndarray,
     noisy_curvature: np.ndarray,
-    score_noise: float,
+    score_noise: float | np.ndarray,
     curvature_noise: float,
     groups: np.ndarray | None = None,
     unseen: np.ndarray | None = None,
@@ -123,7 +124,7 @@ def read_stage(
         template: Whitened guess of the curvature, positive definite (d, d).
         whitened_score: Sum over records of their whitened scores, plus noise (d,).
         noisy_curvature: Sum over records of their whitened curvatures, plus noise (d, d).
-        score_noise: Standard deviation of the noise on each coordinate of the score.
+        score_noise: Standard deviation of the noise on each coordinate of the score, or (d,).
         curvature_noise: Standard deviation of the noise on the diagonal of the curvature. Off the
             diagonal it is smaller by the square root of 2.
         groups: Sites of group effects (d,), by default none.

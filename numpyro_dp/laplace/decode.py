@@ -242,7 +242,7 @@ def _error_covariance(
     for j, stage in enumerate(stages):
         turn = stage.turned
         moment = turn @ (covariance + np.outer(away[j], away[j])) @ turn.T
-        blocks[j, :, j] += stage.score_noise**2 * stage.unwhitening @ stage.unwhitening
+        blocks[j, :, j] += (stage.unwhitening * stage.score_noise**2) @ stage.unwhitening
         blocks[j, :, j] += stage.discrepancy / 2 * turn.T @ matrix_error(moment, stage.pairs) @ turn
         if stage.step is not None:
             pulled = newest.curvature @ stage.step

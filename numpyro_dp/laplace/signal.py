@@ -47,10 +47,13 @@ from jaxtyping import Float
 from numpyro_dp._tree import on_device
 from numpyro_dp.core import Args, Estimator, Kwargs, PyTree, Released, Values
 from numpyro_dp.laplace.censored import censored
+from numpyro_dp.laplace.shells import MIDDLE, SHELLS
 from numpyro_dp.laplace.staged_scores import (
     TINY,
     Scores,
+    bounded_by,
     entries,
+    in_shells,
     outer_products,
     partners,
     shortened,
@@ -86,6 +89,9 @@ class Request(NamedTuple):
         clips: (C, C_H, C_e). Before the stages, bounds on the row and the scales, or on the size.
         weights: Square roots of the parts of the release's budget for the seven entries of the
             signal, shape (7,). Their squares sum to 1.
+        shells: Clip norms of the parts of the score, increasing up to C, and square roots of their
+            shares, shape (2, SHELLS + 1). With one part, all norms are C. See
+            :mod:`numpyro_dp.laplace.shells`.
     """
 
     kind: Array
@@ -94,6 +100,7 @@ class Request(NamedTuple):
     whitening: Float[Array, "d d"]
     clips: Float[Array, " 3"]
     weights: Float[Array, " 7"]
+    shells: Float[Array, "2 k"]
 
 
 class LaplaceProblem(NamedTuple):
@@ -155,11 +162,13 @@ class StageOptimizer:
 
     def __init__(self, pairs: np.ndarray, tail: bool, robust: bool = False) -> None:
         self._entries = int(np.sum(np.triu(pairs))) * (1 + robust) + SIZES * tail
+        self._scores = 1 + SHELLS * tail
 
     def init(self, request: Request) -> tuple[Request, Array]:
         """Returns the state: the request, and zeros in place of released values."""
-        # Score and loss have d entries each. Power and excess have one.
-        return request, on_device(np.zeros(2 * request.mean.size + self._entries + 2, "f4"))
+        # Each part of the score and the loss have d entries. Power and excess have one.
+        vectors = (self._scores + 1) * request.mean.size
+        return request, on_device(np.zeros(vectors + self._entries + 2, "f4"))
 
     def get_params(self, state: tuple[Request, Array]) -> Request:
         """Returns the request."""
@@ -210,13 +219,21 @@ def staged_scores(
             example, key = tuple(rows), jax.random.fold_in(key, number)
         scores = Scores(own, request.whitening, example, places)
         one = _listed if own.number else censored if own.censored else _simulated
-        parts = one(scores, request, draws, key)
+        score, *parts = one(scores, request, draws, key)
         names = ("score", "curvature", "power", "excess", "loss", "tail")
-        # Only simulated outcomes have a tail. The other kinds of outcome return five parts.
-        found = {n: w * part for n, w, part in zip(names, request.weights, parts, strict=False)}
+        # Only simulated outcomes have shells and a tail. Other kinds return five parts.
+        shells, parts = parts[5:], parts[:5]
+        found = {n: w * p for n, w, p in zip(names, request.weights, (score, *parts), strict=False)}
+        if shells:
+            norms, shares = request.shells
+            found["score"] = shares[0] * found["score"]
+            found["shells"] = request.weights[0] * shares[1:, None] * shells[0]
+            # The score clipped at a norm in the middle, so at most 1 long too.
+            inner = jnp.diff(norms)[:MIDDLE] @ shells[0][:MIDDLE]
+            score = (norms[0] * score + inner) / norms[MIDDLE]
         if robust:
             # The score is at most 1 long, so its square is too.
-            variance = jnp.where(request.kind > 0, 0, square(parts[0], places))
+            variance = jnp.where(request.kind > 0, 0, square(score, places))
             found["variance"] = request.weights[6] * variance
         return found
 
@@ -236,7 +253,8 @@ def staged_scores(
 
         def pull_back(public: PyTree, released: Released) -> Array:
             total = released.total
-            others = [total[name] for name in ("tail", "variance") if name in total]
+            names = "tail", "shells", "variance"
+            others = [jnp.ravel(total[name]) for name in names if name in total]
             return jnp.concatenate([
                 total["score"], total["curvature"], total["power"][None], total["excess"][None],
                 total["loss"],
@@ -318,7 +336,8 @@ def are_independent(outcomes: Outcomes) -> bool:
 def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tuple[Array, ...]:
     """The entries of the signal over their bounds, from outcomes simulated at partners."""
     outcomes, (score_clip, curvature_clip, _) = scores.outcomes, request.clips
-    number = len(draws)
+    number, (edges, _) = len(draws), request.shells
+    thickness = jnp.diff(edges, prepend=0)
     others = partners(draws, request.kind)
     key, level_key = jax.random.split(key)
     keys = jax.random.split(key, (number, _REPLICATES))
@@ -346,14 +365,19 @@ def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tu
     there, norm = scores.bounded(there)
     slope, slope_norm = scores.bounded(slope)
     clipped, short = shortened(there, norm, score_clip), jnp.minimum(norm, score_clip)
-    # Observed and simulated scores have the same clip, so that the difference has mean 0.
+    # Observed and simulated scores have the same clips, so that the difference has mean 0.
     own_slopes, own_norm = scores.bounded(own)
-    observed = jnp.mean(shortened(own_slopes, own_norm, score_clip), axis=0)
-    centres = jnp.mean(clipped, axis=0)
-    spare = 2 * jnp.mean(short**2, axis=0) / (number * score_clip + TINY)
+    observed = in_shells(own_slopes, own_norm, edges)
+    centres = in_shells(there, norm, edges)
+    # Of each shell's mean square, at most its thickness times its mean length.
+    square = jnp.mean(jnp.minimum(norm, edges[0]) ** 2, axis=0)
+    lengths = jnp.diff(jnp.mean(jnp.minimum(norm[..., None], edges), axis=0), axis=-1)
+    squares = jnp.concatenate([square[:, None], thickness[1:] * lengths], axis=-1)
+    spare = 2 * squares / (number * thickness + TINY)
+    room = thickness / (thickness + scores.bounded(centres)[1] + spare + TINY)
     limits = (
         curvature_clip / (jnp.mean(short * slope_norm, axis=0) + TINY),
-        score_clip / (score_clip + scores.bounded(centres)[1] + spare),
+        jnp.min(jnp.where(thickness > 0, room, 1), axis=-1),
     )
     weights = jnp.where(request.kind > 0, 1, jnp.minimum(1, jnp.minimum(*limits)))
     # Without an outcome, the centre alone would be a bias.
@@ -363,7 +387,7 @@ def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tu
     # be one too, so there is spare room for the difference of the two centres.
     weight, crossed = jnp.mean(weights), weights[::-1]
     product = outer_products(crossed[:, None] * clipped, slope) / norm.size
-    score = jnp.mean(crossed[:, None] * (observed - centres), axis=0)
+    score, *shells = jnp.mean(crossed[:, None, None] * (observed - centres), axis=0)
     if moments is not None:
         (value,), (mean, variance) = outcome.values(), moments
         centred = value.reshape(norm.shape).astype(norm.dtype) - mean[:, None]
@@ -377,4 +401,6 @@ def _simulated(scores: Scores, request: Request, draws: Array, key: Array) -> tu
     kept = weight * jnp.sum(short * slope_norm) / (jnp.sum(norm * slope_norm) + TINY)
     own = entries(scores, request, score, product, weight**2 * jnp.mean(short**2), excess, kept)
     tail = weight * (sizes(own_norm, request.clips[2]) - sizes(norm, request.clips[2]))
-    return *own, jnp.where(request.kind > 0, 0, tail)
+    shells = bounded_by(jnp.stack(shells) @ scores.frame, thickness[1:, None])
+    tail, shells = (jnp.where(request.kind > 0, 0, each) for each in (tail, shells))
+    return *own, tail, shells

@@ -145,6 +145,13 @@ def shortened(slopes: Array, norm: Array, limit: Array) -> Array:
     return slopes * jnp.minimum(1, limit / (norm + TINY))[..., None]
 
 
+def in_shells(slopes: Array, norm: Array, edges: Array) -> Array:
+    """The mean of scores clipped at the first edge, and what each next edge adds, (..., k, p)."""
+    factors = jnp.minimum(1, edges / (norm[..., None] + TINY))
+    clipped = jnp.mean(factors[..., None] * slopes[..., None, :], axis=0)
+    return jnp.diff(clipped, prepend=0, axis=-2)
+
+
 def entries(
     scores: Scores,
     request: Request,
@@ -174,7 +181,8 @@ def entries(
     triangle = jnp.where(request.kind == Kind.SCALES, scales, triangle)
     vector = jnp.sum(score[:, None] * frame, axis=0)
     # Listed outcomes are below their bounds by construction. For others, this clips.
-    vector, triangle = _ball(vector, score_clip), _ball(triangle, curvature_clip)
+    vector = bounded_by(vector, request.shells[0, 0])
+    triangle = bounded_by(triangle, curvature_clip)
     power = power / score_clip**2
     excess = jnp.clip(jnp.nan_to_num(excess / excess_clip**2, nan=0.0), -1, 1)
     log_power = 1 + jnp.log(power) / (4 * np.log(SIZE_RANGE))
@@ -183,16 +191,17 @@ def entries(
     power = jnp.where(request.kind == Kind.SCALES, 0, power)
     alone = request.kind == Kind.SIZE
     vector, triangle = (jnp.where(alone, 0, x) for x in (vector, triangle))
-    loss = _ball(diagonal * (1 - kept) / (kept + TINY), LOSS_BOUND * curvature_clip)
+    loss = bounded_by(diagonal * (1 - kept) / (kept + TINY), LOSS_BOUND * curvature_clip)
     excess, loss = (jnp.where(request.kind > 0, 0, x) for x in (excess, loss))
     return vector, triangle, jnp.where(alone, sized, power), excess, loss
 
 
-def _ball(vector: Array, bound: Array) -> Array:
-    """A vector divided by its bound and clipped to norm 1, or 0 if it is not finite."""
-    vector = jnp.where(jnp.all(jnp.isfinite(vector)), vector, 0)
+def bounded_by(vectors: Array, bound: Array) -> Array:
+    """Vectors divided by their bound and clipped to norm 1, or 0 if they are not finite."""
+    vectors = jnp.where(jnp.all(jnp.isfinite(vectors), axis=-1, keepdims=True), vectors, 0)
     # A vector that is longer than the bound is divided by its own norm instead.
-    return vector / jnp.maximum(jnp.linalg.norm(vector), bound)
+    norms = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / jnp.maximum(jnp.maximum(norms, bound), TINY)
 
 
 def _released(frame: Array, product: Array, places: tuple[np.ndarray, ...]) -> tuple[Array, Array]:

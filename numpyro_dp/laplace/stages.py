@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from jax import Array
 
 from numpyro_dp._tree import on_device
 from numpyro_dp.core import Args, Kwargs
-from numpyro_dp.laplace import curvature, decode
+from numpyro_dp.laplace import curvature, decode, shells
 from numpyro_dp.laplace.guess import FirstGuess, sites_of
 from numpyro_dp.laplace.pattern import pairs_of
 from numpyro_dp.laplace.schedule import (
@@ -47,7 +46,7 @@ from numpyro_dp.laplace.signal import (
     staged_scores,
     symmetric,
 )
-from numpyro_dp.laplace.tail import Tail, has_tail
+from numpyro_dp.laplace.tail import SIZES, Tail, has_tail
 from numpyro_dp.model.frontend import Call, Prepared
 from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.records import Rows
@@ -65,7 +64,7 @@ from numpyro_dp.run.settings import Method, RunSettings
 from numpyro_dp.run.state import RunState, SensitiveState
 
 _BELIEVED = -3.0  # log of the odds from which a direction counts as unseen
-_MORE_BIASED = 1.5  # than the newest stage, so that a stage is left out
+_ONE_PART = np.eye(shells.SHELLS + 1)[0]
 _MOST_SPREAD = 10.0  # factor on the variance of scores in a wrong model
 
 
@@ -111,7 +110,9 @@ class Run:
         self.kappa, self.stages, self.growth = 1.0, (), GROWTH
         self.spread: tuple[float, float] = 1.0, 0.0
         self.tail: Tail | None = None
-        self._clips: tuple[float, ...] = ()
+        self._clip = 1.0
+        self._biases: list[float] = []
+        self._has_tail: bool = has_tail(prior.outcomes)
         self.loss: curvature.Loss = curvature.Loss.before(len(guess.groups))
         self.size = size
         self.number: int = prior.outcomes.model.structure.layout.num_examples
@@ -120,7 +121,9 @@ class Run:
         """Returns the request for a release."""
         root, weights = factor(self._spread * self.covariance), self.plan.weights(release)
         # All of these come from earlier releases, the prior, N and invented records.
-        numbers = self.mean, root, self.whitening, self._bounds(release), weights
+        clips, norms = self._bounds(release)
+        parts = np.stack([norms, shells.WEIGHTS if norms[0] < norms[-1] else _ONE_PART])
+        numbers = self.mean, root, self.whitening, clips, weights, parts
         kind = on_device(self.plan.kinds[release], np.int32)
         return Request(kind, *(on_device(x, np.float32) for x in numbers))
 
@@ -128,12 +131,14 @@ class Run:
         """Decodes the values of a release."""
         released = np.asarray(released, np.float64)
         entries = int(np.sum(np.triu(self.pairs)))
-        ends = np.cumsum([self.size, entries, 1, 1, self.size])
+        tailed = self._has_tail
+        ends = np.cumsum([
+            self.size, entries, 1, 1, self.size, SIZES * tailed, shells.SHELLS * self.size * tailed,
+        ])  # fmt: skip
         # In the order in which `pull_back` of the signal joins them.
-        score, triangle, power, excess, loss, rest = np.split(released, ends)
-        tail, scatter = np.split(rest, [len(rest) - entries * self.robust])
+        score, triangle, power, excess, loss, tail, outer, scatter = np.split(released, ends)
         # The same bounds as in the request, because nothing that they depend on has changed since.
-        clips, weights = self._bounds(release), self.plan.weights(release)
+        (clips, norms), weights = self._bounds(release), self.plan.weights(release)
         mu, kind = self.plan.mu_of(release), self.plan.kinds[release]
         if kind is Kind.SIZE:
             log_size = believed_size(power[0] / weights[2], self.number, mu[2])
@@ -145,10 +150,19 @@ class Run:
             self._read_scales(scales / weights[1], row, *noise)
             return
         noisy = clips[1] * symmetric(triangle / weights[1], self.pairs)
+        self._clip, self._biases = clips[0] / clips[2], []
+        noises: np.ndarray | float
+        score, noises = clips[0] * score / weights[0], clips[0] / mu[0]
+        if self.tail is not None and self.tail.misplaced:
+            factors = np.diff(norms, prepend=0) / shells.WEIGHTS
+            parts = np.stack([score / clips[0], *outer.reshape(-1, self.size) / weights[0]])
+            self._biases = [self.tail.bias(c, self.size, self.number) for c in norms / clips[2]]
+            score, noises = shells.joined(
+                factors[:, None] * parts, factors / mu[0], self._biases, self.tail.of_scale
+            )
         stage = curvature.read_stage(
             self.mean, self.covariance, self.whitening, self.template,
-            clips[0] * score / weights[0],
-            noisy, clips[0] / mu[0], clips[1] / mu[1], self.groups,
+            score, noisy, noises, clips[1] / mu[1], self.groups,
             self._without_scores(noisy, clips[1] / mu[1]), self._spread, self._sites,
         )  # fmt: skip
         if self.stages:
@@ -161,9 +175,7 @@ class Run:
         stage = self.stages[-1]
         self.kappa = decode.sampling_ratio(stage, noisy, noise)
         begin = self.mean, self.covariance
-        self._clips = (*self._clips, clips[0] / clips[2])
-        kappa = self.kappa
-        decoded = decode.decode_stages(self._prior, self._unbiased(), kappa, begin)
+        kappa, decoded = self.kappa, self._decode(begin)
         if weights[3] or weights[5]:
             # Draws were off by their spread, and their mean by its step.
             step = decoded[0] - stage.mean
@@ -171,8 +183,8 @@ class Run:
             doubt = float(np.sum(stage.curvature_floored * off))
         if weights[3]:
             square = clips[2] ** 2
-            excess, noises = square * excess[0] / weights[3], (noise, square / mu[3])
-            self.spread = decode.excess_ratio(noisy, excess, noises, clips[2], doubt / self.number)
+            excess, both = square * excess[0] / weights[3], (noise, square / mu[3])
+            self.spread = decode.excess_ratio(noisy, excess, both, clips[2], doubt / self.number)
             # In a wrong model the intervals allow for the part of the variance that is sure.
             if not self.robust:
                 self.kappa *= np.clip(self.spread[0] - 2 * self.spread[1], 1.0, _MOST_SPREAD)
@@ -182,14 +194,11 @@ class Run:
             self.tail = read.joined(self.tail)
         variance = None
         if weights[6]:
-            seen = clips[0] ** 2 * symmetric(scatter / weights[6], self.pairs)
-            variance = curvature.variance_of(stage, seen, clips[0] ** 2 / mu[6], self.kappa)
-        # Decode again only if this release changed the noise that the decode assumes.
-        found = self.kappa != kappa or self._unbiased() is not self.stages
-        if variance is not None or (found and (weights[3] or weights[5])):
-            decoded = decode.decode_stages(
-                self._prior, self._unbiased(), self.kappa, begin, variance
-            )
+            square = norms[shells.MIDDLE] ** 2
+            seen = square * symmetric(scatter / weights[6], self.pairs)
+            variance = curvature.variance_of(stage, seen, square / mu[6], self.kappa)
+        if variance is not None or self.kappa != kappa:
+            decoded = self._decode(begin, variance)
         self.mean, self._decoded = decoded
         self.stages, self.covariance = decode.with_step(self.stages, self.mean, self._decoded)
         # Sizes at the draws of this stage, before `_draw_around` sets those of the next.
@@ -208,18 +217,13 @@ class Run:
         if len(self.stages) > 1:  # the first whitening is a guess, which clips many records
             self.growth = next_growth(self.growth, self.kappa)
 
-    def _unbiased(self) -> tuple[curvature.Stage, ...]:
-        """The stages, with the bias of clipping in a wrong model as further noise of the score."""
-        if self.tail is None or not self.tail.misplaced:
-            return self.stages
-        root = math.sqrt(min(self.size, 2))
-        biases = [self.tail.bias(clip, self.size, self.number) / root for clip in self._clips]
-        # All stages with small clip norms have the same bias. Many of them would outvote one.
-        return tuple(
-            dataclasses.replace(each, score_noise=math.hypot(each.score_noise, bias))
-            for each, bias in zip(self.stages, biases, strict=True)
-            if bias < _MORE_BIASED * biases[-1]
-        )
+    def _decode(
+        self, begin: tuple[np.ndarray, np.ndarray], variance: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and covariance given all stages, or the newest alone if its score is in shells."""
+        # All others have the bias of clipping. Many of them would outvote one without it.
+        stages = self.stages[-1:] if self._biases else self.stages
+        return decode.decode_stages(self._prior, stages, self.kappa, begin, variance)
 
     def _draw_around(self) -> None:
         """Sets how close the next draws are, and the size of scores that they will have."""
@@ -236,9 +240,18 @@ class Run:
 
     def steps(self) -> np.ndarray:
         """The newest step of the mean in posterior standard deviations: of each latent, and all."""
-        step = self.mean - self.stages[-1].mean
-        together = np.sqrt(step @ solve(self._decoded, step) / len(step))
-        return np.append(np.abs(step) / np.sqrt(np.diag(self._decoded)), together)
+        step, error = self.mean - self.stages[-1].mean, self._error
+        together = np.sqrt(step @ solve(error, step) / len(step))
+        return np.append(np.abs(step) / np.sqrt(np.diag(error)), together)
+
+    @property
+    def _error(self) -> np.ndarray:
+        """The uncertainty of the last steps (d, d), next to which they are long or short."""
+        if not self._biases:
+            return self._decoded
+        # They corrected a bias, which shows no way still to go.
+        whitening = self._biases[0] * self.stages[-1].whitening
+        return self._decoded + whitening @ whitening
 
     @property
     def arrived(self) -> bool:
@@ -253,7 +266,7 @@ class Run:
         """Share of records with scores of another size than the model says, and the last bias."""
         if self.tail is None:
             return 0.0, 0.0
-        bias = self.tail.bias(self._clips[-1], self.size, self.number)
+        bias = self.tail.bias(self._clip, self.size, self.number)
         return self.tail.misplaced / self.number, bias
 
     @property
@@ -262,7 +275,7 @@ class Run:
         if self.tail is None or self.tail.sure:
             return 0.0, 0.0
         tail = self.tail.unseen
-        return tail.far / self.number, tail.bias(self._clips[-1], self.size, self.number)
+        return tail.far / self.number, tail.bias(self._clip, self.size, self.number)
 
     def _planned(self, release: int) -> Schedule:
         """The schedule after a release, with one more stage if the mean has not arrived."""
@@ -276,7 +289,7 @@ class Run:
         far = far or wide or self._spread < NEAR
         # A stage that hides its score in noise would throw the run back.
         length = np.linalg.norm(stage.whitening @ stage.score)
-        noise = stage.score_noise * math.sqrt(self.size) / max(length, 1e-300)
+        noise = np.linalg.norm(np.ones(self.size) * stage.score_noise) / max(length, 1e-300)
         # With this share, the noise would be NOISE_FAR of a score like the newest one.
         share = max(SHARE_FAR, plan.shares[release] * (noise / NOISE_FAR) ** 2)
         if not far or share > MOST_SHARE_FAR or not 0 < left <= LAST or more >= MOST_FAR:
@@ -291,7 +304,7 @@ class Run:
             return False
         places = (self.stages[-2].mean, self.stages[-1].mean, self.mean)
         before, now = np.diff(places, axis=0)
-        turned = [solve(self._decoded, each) for each in (before, now)]
+        turned = [solve(self._error, each) for each in (before, now)]
         lengths = [np.sqrt(u @ t) for u, t in zip((before, now), turned, strict=True)]
         along = (before @ turned[1]) / max(lengths[0] * lengths[1], 1e-300)
         return bool(along > 0.5 and lengths[1] > np.sqrt(len(now)))
@@ -302,7 +315,7 @@ class Run:
         On a long way through flat scores each step falls short, in one direction of many.
         """
         way = self.mean - self._prior.mean
-        turned = solve(self._decoded, way)
+        turned = solve(self._error, way)
         return bool(self._last_steps() @ turned > ALONG * np.sqrt(way @ turned))
 
     def _last_steps(self) -> np.ndarray:
@@ -343,17 +356,17 @@ class Run:
         own = np.diag(slope)
         return solve(slope, np.sign(bias) * own * np.log1p(2 * np.abs(bias) / own) / 2)
 
-    def _bounds(self, release: int) -> np.ndarray:
-        """Bounds of a release."""
+    def _bounds(self, release: int) -> tuple[np.ndarray, np.ndarray]:
+        """Bounds of a release (3,), and the clip norms of the parts of its score."""
         mu = float(np.linalg.norm(self.plan.mu_of(release)))
         kind, size = self.plan.kinds[release], self.size
         found = bounds(kind, size, self.number, mu, self.growth)
-        if kind is Kind.STAGE and self.tail is not None:
-            left = [self.plan.mu_of(later)[0] for later in range(release, len(self.plan.kinds))]
-            # The noise of all later scores together, if they had the smallest clip norm.
-            noise = found[2] * math.sqrt(size) / np.linalg.norm(left)
-            found[0] = found[2] * self.tail.clip(found[0] / found[2], size, self.number, noise)
-        return found
+        if kind is Kind.STAGE and self.tail is not None and self.tail.misplaced:
+            noise, first = found[2] / self.plan.mu_of(release)[0], found[0] / found[2]
+            norms = found[2] * shells.clip_norms(self.tail, first, size, self.number, noise)
+            found[0] = norms[-1]
+            return found, norms
+        return found, np.full(len(_ONE_PART), found[0])
 
     def _read_scales(
         self, scales: np.ndarray, row: np.ndarray, row_noise: float, scale_noise: float

@@ -57,7 +57,6 @@ _OF_FAR = 1.5
 # own score is a square, which has the longest tail.
 _BIAS, _POWER = 0.6, 0.8
 _BIAS_OF_SCALE, _POWER_OF_SCALE = 1.6, 0.5
-_WIDEST = 20.0
 
 
 def sizes(norm: Array, unit: Array) -> Array:
@@ -164,6 +163,11 @@ class Tail(NamedTuple):
         return max(math.sqrt(max(0.0, excess)), _OF_FAR * self.far, *self._shapes)
 
     @property
+    def of_scale(self) -> bool:
+        """Whether the errors look like those of a model that has a scale of its own."""
+        return self._along(_HEAVY)[1] > self._along(_LARGE)[1]
+
+    @property
     def unseen(self) -> Tail:
         """The tail with as many records far out as would just pass for noise."""
         far = np.zeros(SIZES)
@@ -181,26 +185,10 @@ class Tail(NamedTuple):
         if not self.misplaced:
             return 0.0
         typical = math.sqrt(size / number)
-        of_scale = self._along(_HEAVY)[1] > self._along(_LARGE)[1]
-        part, power = (_BIAS_OF_SCALE, _POWER_OF_SCALE) if of_scale else (_BIAS, _POWER)
+        part, power = (_BIAS_OF_SCALE, _POWER_OF_SCALE) if self.of_scale else (_BIAS, _POWER)
         usual = part * self.misplaced * typical * clip**-power
         high = self.counts[_FIRST:_CLASSES]
         sure = high > _CLASS_SURE * np.sqrt(self.variances[_FIRST:_CLASSES])
         # What a clip at this norm takes away from the scores of the high classes.
         seen = typical * np.sum(np.where(sure, high, 0) * np.maximum(0, _MIDDLE - clip))
         return max(usual, float(seen), typical * self.far * max(0.0, _FAR - clip))
-
-    def clip(self, least: float, size: int, number: int, noise: float) -> float:
-        """The clip norm with the smallest error, in units of the smallest one.
-
-        Args:
-            least: The clip norm in a correct model.
-            size: Number of latents d.
-            number: Number of records N.
-            noise: Norm of the noise of later scores, at a clip norm of 1.
-        """
-        if not self.misplaced:
-            return least
-        candidates = least * np.geomspace(1, max(1.0, _WIDEST / least), 60)
-        errors = [math.hypot(self.bias(c, size, number), noise * c) for c in candidates]
-        return float(candidates[int(np.argmin(errors))])

@@ -10,6 +10,7 @@ import numpyro.distributions as dist
 from numpyro import handlers
 
 from numpyro_dp.laplace.schedule import Kind
+from numpyro_dp.laplace.shells import SHELLS
 from numpyro_dp.laplace.signal import LaplaceProblem, Request, staged_scores
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.outcomes import read_outcomes
@@ -170,12 +171,13 @@ def rooted(rng, size, spread):
 
 
 def request_of(size, *, kind=Kind.STAGE, mean=None, factor=None, whitening=None, clips=(1, 1, 1),
-               weights=(0.6, 0.6, 0.4, 0.2, 0.2, 0.1, 0.15)):  # fmt: skip
+               weights=(0.6, 0.6, 0.4, 0.2, 0.2, 0.1, 0.15), shells=None):  # fmt: skip
+    one_part = np.full(SHELLS + 1, clips[0]), np.eye(SHELLS + 1)[0]
     arrays = (
         np.zeros(size) if mean is None else mean,
         np.zeros((size, size)) if factor is None else factor,
         np.eye(size) if whitening is None else whitening,
-        clips, weights,
+        clips, weights, one_part if shells is None else shells,
     )  # fmt: skip
     return Request(jnp.asarray(int(kind)), *(jnp.asarray(array, jnp.float32) for array in arrays))
 
@@ -184,11 +186,15 @@ def random_request(size, kind, rng):
     weights = np.sqrt(rng.dirichlet(np.ones(7)))
     if kind is Kind.SCALES:
         weights = np.append(np.sqrt(rng.dirichlet(np.ones(2))), [0, 0, 0, 0, 0])
+    clips, shells = np.exp(rng.normal(size=3) * (2, 5, 2)), None
+    if kind is Kind.STAGE and rng.random() < 0.7:
+        norms = clips[0] * np.cumsum(rng.dirichlet(np.ones(SHELLS + 1)))
+        shells = norms, np.sqrt(rng.dirichlet(np.ones(SHELLS + 1)))
+        clips[0] = norms[-1]
     return request_of(
         size, kind=kind, mean=rng.normal(size=size),
         factor=np.linalg.cholesky(rooted(rng, size, 1)) * np.exp(rng.normal()),
-        whitening=rooted(rng, size, 2), clips=np.exp(rng.normal(size=3) * (2, 5, 2)),
-        weights=weights,
+        whitening=rooted(rng, size, 2), clips=clips, weights=weights, shells=shells,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from hostile_models import (
 from models import given
 
 from numpyro_dp.laplace.schedule import LOSS_BOUND, Kind, believed_size, bounds
+from numpyro_dp.laplace.shells import WEIGHTS
 from numpyro_dp.laplace.signal import symmetric
 from numpyro_dp.laplace.staged_scores import Scores
 
@@ -300,3 +301,30 @@ def test_the_size_of_scores_is_found_whatever_the_scale_of_columns(times):
     typical = np.median(np.linalg.norm(times * x, axis=1)) / np.sqrt(size)
     assert believed_size(total, N, 100.0) == pytest.approx(np.log(typical), abs=0.3)
     assert abs(believed_size(total + 1e3, N, 1e-4)) < 0.01  # all noise: the public guess stays
+
+
+@pytest.mark.parametrize("name", ["poisson", "linear"])
+def test_shells_add_up_to_the_clipped_score(name):
+    model, kinds, _ = MODELS[name]
+    arrays = ordinary_records(kinds, 200, 3)
+    problem, rng = problem_of(model, arrays), np.random.default_rng(2)
+    clips, norms = (6.0, 1e6, 1.0), np.array([1.0, 1.5, 2.5, 4.0, 6.0])
+    one, mean, whitening = at_one_point(problem, rng, clips=clips)
+    parts = request_of(
+        problem.outcomes.size, mean=mean, whitening=whitening, clips=clips, shells=(norms, WEIGHTS)
+    )
+    arrays, every = with_numbers(problem, arrays), signals(problem, 24)
+    whole = score_of(every(one, KEY, arrays), one)
+    found = every(parts, KEY, arrays)
+    thickness = np.diff(norms, prepend=0) / WEIGHTS
+    each = np.concatenate([found["score"][:, None], found["shells"]], axis=1)
+    total = np.einsum("k,nkd->nd", thickness, each) / float(parts.weights[0])
+    long = np.linalg.norm(whole, axis=1) > 0.5
+    assert np.sum(long) > 50
+    total, whole = total[long], whole[long]
+    # The weight of a record is that of the part with the least room.
+    ratio = np.sum(total * whole, axis=1) / np.sum(whole**2, axis=1)
+    assert np.all((ratio > 0.3) & (ratio < 1.2)) and 0.7 < np.median(ratio) < 1.05
+    np.testing.assert_allclose(total, ratio[:, None] * whole, atol=0.1 * np.abs(whole).max())
+    assert np.any(np.abs(found["shells"]).max(axis=(0, 2)) > 0.01)
+    assert not np.any(every(one, KEY, arrays)["shells"])

@@ -8,6 +8,7 @@ import pytest
 from models import given, slopes
 
 from numpyro_dp import DPLaplace, Privacy, PrivacyBudget
+from numpyro_dp.laplace.shells import SHELLS, WEIGHTS, clip_norms, joined
 from numpyro_dp.laplace.tail import SIZES, Tail, sizes
 
 N = 3000
@@ -55,13 +56,13 @@ def test_sizes_share_all_norms_and_differ_by_one_at_most():
     assert np.max(apart) == pytest.approx(1, rel=1e-6)
 
 
-def test_noise_alone_is_no_misfit_and_changes_no_clip_norm():
+def test_noise_alone_is_no_misfit():
     rng = np.random.default_rng(0)
     noises = 37 / np.append(np.ones(6), 2)
     tails = [read(noises * rng.standard_normal(SIZES), 37.0) for _ in range(200)]
     assert sum(tail.misplaced > 0 for tail in tails) <= 2
     right = read(np.zeros(SIZES), 37.0)
-    assert right.bias(1.0, 4, N) == 0 and right.clip(1.3, 4, N, 0.5) == 1.3
+    assert right.bias(1.0, 4, N) == 0
 
 
 def test_two_usual_misfits_are_found_where_all_classes_together_tell_nothing():
@@ -82,17 +83,41 @@ def test_two_usual_misfits_are_found_where_all_classes_together_tell_nothing():
         assert usual == pytest.approx(part * np.sqrt(4 / N), rel=0.01)
 
 
-def test_the_clip_norm_follows_the_tail_and_the_noise():
+def test_clip_norms_follow_the_tail_and_the_noise():
     body = np.array([-200.0, 120, 50, 20, 10, 0, 0])
     tail = read(body, 20.0)
-    quiet, loud = (tail.clip(1.0, 6, N, noise) for noise in (0.3, 3.0))
-    assert 1 <= loud < quiet
+    quiet, loud = (clip_norms(tail, 1.3, 6, N, noise) for noise in (0.1, 3.0))
+    assert quiet[0] == loud[0] == pytest.approx(1.3)
+    assert loud[-1] == pytest.approx(2 * 1.3) and quiet[-1] > 2 * loud[-1]
+    np.testing.assert_allclose(quiet[1:] / quiet[:-1], quiet[1] / quiet[0])
     far = body.copy()
     far[5] = 300  # outliers far out
-    assert read(far, 20.0).clip(1.0, 6, N, 0.3) > 2 * quiet
-    assert tail.bias(quiet, 6, N) < tail.bias(1.0, 6, N)
+    assert clip_norms(read(far, 20.0), 1.3, 6, N, 0.3)[-1] > 2 * quiet[-1]
+    assert tail.bias(quiet[-1], 6, N) < tail.bias(1.0, 6, N)
     core = read(np.array([200.0, -120, -50, 20, 10, 0, 0]), 20.0)  # around a scale
     assert core.bias(1.0, 6, N) > 2 * tail.bias(1.0, 6, N)
+
+
+@pytest.mark.parametrize("noise", [0.3, 1.0, 5.0])
+def test_shells_find_the_latent_that_clipping_biases(noise):
+    """One latent of five has a bias, and the clip at a norm of 16 cuts off a tenth of it."""
+    rng, norms = np.random.default_rng(0), np.geomspace(1, 16, SHELLS + 1)
+    noises = noise * np.diff(norms, prepend=0) / WEIGHTS
+    of_all = 12 * norms**-0.8
+    errors, widths = [], []
+    for _ in range(300):
+        parts = rng.normal(scale=0.3, size=(SHELLS + 1, 5))
+        parts[:, 4] += np.diff(-of_all, prepend=0)
+        sampled = np.sum(parts, axis=0)
+        sampled[4] += of_all[-1]  # the sum without a clip
+        released = parts + noises[:, None] * rng.normal(size=parts.shape)
+        score, error = joined(released, noises, 1.3 * of_all, True)
+        errors.append((score - sampled) / error)
+        widths.append(error)
+    covered = np.mean(np.abs(errors) < 1.645, axis=0)
+    assert np.all(covered[:4] > 0.9) and covered[4] > 0.65
+    # A bias of 12 that was the same in all latents would widen each by 5.
+    assert np.mean(np.array(widths)[:, :4]) < 2 * noises[0] + 1.5
 
 
 def test_a_few_records_far_out_are_seen_and_stay_seen():

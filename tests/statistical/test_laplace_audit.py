@@ -14,6 +14,7 @@ from numpyro_dp.audit import _distinguished
 from numpyro_dp.core import MechanismState
 from numpyro_dp.laplace.guess import FirstGuess
 from numpyro_dp.laplace.schedule import Kind, Schedule, schedule
+from numpyro_dp.laplace.shells import SHELLS, WEIGHTS
 from numpyro_dp.laplace.signal import Request
 from numpyro_dp.laplace.stages import Run, Stages
 from numpyro_dp.model.density import Model
@@ -73,6 +74,7 @@ def worlds(noise_factor, draws):
         request = Request(
             jnp.asarray(int(plan.kinds[release])), jnp.zeros(3), jnp.zeros((3, 3)), jnp.eye(3),
             jnp.asarray([1.0, 3.0, 1.0]), jnp.asarray(plan.weights(release), jnp.float32),
+            jnp.asarray([np.linspace(0.2, 1, SHELLS + 1), WEIGHTS], jnp.float32),
         )  # fmt: skip
         state = state._replace(
             optim_state=(request, state.optim_state[1]),
