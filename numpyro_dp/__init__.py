@@ -4,6 +4,7 @@ from numpyro_dp import accounting, core, estimators, extend, mechanisms, plots, 
 from numpyro_dp.audit import audit, audit_run
 from numpyro_dp.columns import summarize_columns
 from numpyro_dp.fit import fit
+from numpyro_dp.laplace.check import check
 from numpyro_dp.laplace.dplaplace import DPLaplace
 from numpyro_dp.methods.em.dpem import DPEM
 from numpyro_dp.methods.ep.dpsep import DPSEP, SEP
@@ -60,6 +61,7 @@ __all__ = [
     "accounting",
     "audit",
     "audit_run",
+    "check",
     "check_records",
     "core",
     "design",

@@ -13,7 +13,6 @@ out without quantiles. So a record of d columns has norm at most :math:`\sqrt{2.
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,7 +31,7 @@ from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.sampling import FullBatch
 from numpyro_dp.run.driver import Driver
-from numpyro_dp.run.settings import Method, Privacy, RunSettings
+from numpyro_dp.run.settings import Method, Privacy, RunSettings, keeping
 
 _BINS = 64
 _HIDDEN = 0.1  # noise in a mean (half ranges) or a share of records, above which it is not shown
@@ -166,18 +165,20 @@ class _Columns(Driver):
         self.clip_norm = math.sqrt((3.25 if histogram else 2.25) * size)
         parts = {"count": (size,), "first": (size,), "second": (size,)}
         parts |= {"bins": (size, _BINS)} if histogram else {}
-        keep = types.SimpleNamespace(  # an optimiser that keeps what was released
-            init=lambda _: {name: jnp.zeros(shape) for name, shape in parts.items()},
-            get_params=lambda state: state,
-            update=lambda released, state, **_: released,
-        )
         settings = RunSettings(
             clip_norm=self.clip_norm,
             sampler=FullBatch(),
             budget=budget,
             privacy=Privacy(secret_key=secret_key),
         )
-        super().__init__(Method(_terms(histogram), keep, (histogram,)), settings)
+        super().__init__(
+            Method(
+                _terms(histogram),
+                keeping({name: jnp.zeros(shape) for name, shape in parts.items()}),
+                (histogram,),
+            ),
+            settings,
+        )
 
     def structure(self, args: Args, kwargs: Kwargs) -> Records:
         """Reads shapes."""

@@ -116,9 +116,9 @@ class DPLaplace:
         order their norms are at most C, :math:`C_H` (Frobenius), :math:`C^2`, :math:`C_e^2`,
         :math:`C^2` (Frobenius), :math:`2 C_H` and 1. Each part is divided by its bound and
         weighted, so a record's whole signal has norm at most 1. The mechanism also clips it to 1.
-        Once the tail tells that the model is wrong, the score is released in parts, clipped at the
-        smallest norm and in the shells between larger ones (:mod:`numpyro_dp.laplace.shells`). Each
-        part is divided by its own bound, and the squares of their weights sum to the score's.
+        Once the tail tells that the model is wrong, the score is released in parts: clipped at the
+        smallest norm, and in shells (:mod:`numpyro_dp.laplace.shells`). Each part is divided by its
+        own bound. The squares of their weights sum to that of the score.
 
         The release of the size has one entry in [0, 1]. The release of scales has two entries that
         are clipped to their bounds. N, the number of latents and the budget decide whether each of

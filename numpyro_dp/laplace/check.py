@@ -1,0 +1,281 @@
+r"""A private posterior predictive check: one noisy table of predictions and ranks.
+
+The posterior predicts each record's outcome y by a distribution function F. If the model is right,
+the interval from :math:`F(y^-)` to :math:`F(y)` is spread evenly over [0, 1], on average over
+records with any prediction. For a continuous outcome it is a point, the probability integral
+transform. A record adds the parts of its interval in each of ten ranks. They are in the row of its
+predicted centre: the mean if outcomes are listed, else that of the middle half of simulated ones.
+
+Reference:
+    For the non-randomised transform: C. Czado, T. Gneiting, L. Held (2009), Predictive model
+    assessment for count data, Biometrics 65. The private table is the project's own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from numpyro_dp._compat import jit_once
+from numpyro_dp.core import Args, Estimator, Kwargs, PyTree, Released, Values
+from numpyro_dp.laplace.signal import LaplaceProblem
+from numpyro_dp.model.density import Model
+from numpyro_dp.model.frames import as_arrays
+from numpyro_dp.model.frontend import Call, Prepared
+from numpyro_dp.model.outcomes import Outcomes, read_outcomes
+from numpyro_dp.model.public import UnsupportedModelError
+from numpyro_dp.model.structure import ModelStructure
+from numpyro_dp.posterior.posterior import Posterior
+from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.plan import PrivacyReport
+from numpyro_dp.privacy.sampling import FullBatch
+from numpyro_dp.run.driver import Driver
+from numpyro_dp.run.settings import Method, Privacy, RunSettings, keeping
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_RANKS = _ROWS = 10
+_DRAWS = 200  # of the posterior, each with an outcome of the record
+_INVENTED = 500  # records whose predictions separate the rows
+_SEEN = 3.0  # a row with fewer records than this many standard deviations of its noise is not shown
+_WIDTH = 1.645  # of 90 % intervals, in standard errors
+
+
+class PredictiveCheck(NamedTuple):
+    """How the outcomes are distributed next to what a posterior predicts. You may publish it.
+
+    Attributes:
+        table: Noisy number of records by row of the prediction, from small to large, and by rank
+            of the outcome (10, 10).
+        noise: Standard deviation of the noise in each of these numbers.
+        edges: Predicted centres that separate the rows (9,). They are those of invented records.
+        privacy: What this release spent, without what the posterior did.
+    """
+
+    table: np.ndarray
+    noise: float
+    edges: np.ndarray
+    privacy: PrivacyReport
+
+    @property
+    def ranks(self) -> tuple[np.ndarray, np.ndarray]:
+        """Share of records in each rank, and its standard error (10,). .1 each if all is right."""
+        number, sampling = self.privacy.plan.num_examples, (1 - 1 / _RANKS) / _RANKS
+        error = np.sqrt(self.noise**2 * _ROWS + number * sampling) / number
+        return self.table.sum(axis=0) / number, np.full(_RANKS, error)
+
+    @property
+    def residuals(self) -> tuple[np.ndarray, np.ndarray]:
+        """Twice the mean rank minus 1 in each row, and its standard error (10,).
+
+        It is between -1 and 1, and 0 if all is right. For an outcome of 0 or 1 it is the share of
+        ones minus the predicted share. ``nan`` where a row has too few records for its noise.
+        """
+        middles = 2 * (np.arange(_RANKS) + 0.5) / _RANKS - 1
+        records, sums = self.table.sum(axis=1), self.table @ middles
+        seen = records > _SEEN * self.noise * np.sqrt(_RANKS)
+        records = np.where(seen, records, np.nan)
+        # The sum and the number of a row have independent noise, and the mean of squares is 1 / 3.
+        noise = self.noise**2 * (np.sum(middles**2) + _RANKS * (sums / records) ** 2)
+        return sums / records, np.sqrt(noise + records / 3) / records
+
+    def __str__(self) -> str:
+        """A line for the ranks, a line for the residuals, and what was spent."""
+        lines = [f"{'':26}{'low':>8}{'':56}{'high':>8}"]
+        for name, (values, errors) in (
+            ("share by rank of outcome", self.ranks), ("residual by prediction", self.residuals),
+        ):  # fmt: skip
+            lines.append(f"{name:26}" + "".join(f"{value:8.3f}" for value in values))
+            lines.append(
+                f"{'  90 % interval, +-':26}" + "".join(f"{_WIDTH * e:8.3f}" for e in errors)
+            )
+        return "\n".join([*lines, repr(self.privacy)])
+
+    def plot(self, axes: tuple[Axes, Axes] | None = None) -> tuple[Axes, Axes]:
+        """Draws the shares of ranks and the residuals, with 90 % intervals.
+
+        Args:
+            axes: Two axes of matplotlib, by default those of a new figure.
+        """
+        if axes is None:
+            import matplotlib.pyplot as plt
+
+            axes = tuple(plt.subplots(1, 2, figsize=(8, 3), layout="constrained")[1])
+        places = (np.arange(_RANKS) + 0.5) / _RANKS
+        labels = (
+            ("rank of the outcome in its prediction", "share of records", 1 / _RANKS),
+            ("rank of the prediction among invented records", "outcomes above prediction", 0.0),
+        )
+        for ax, (across, up, right), found in zip(
+            axes, labels, (self.ranks, self.residuals), strict=True
+        ):
+            values, errors = found
+            ax.axhline(right, color="0.6", linewidth=1)
+            ax.errorbar(places, values, yerr=_WIDTH * errors, fmt="o", markersize=4, capsize=2)
+            ax.set(xlabel=across, ylabel=up, xlim=(0, 1))
+        axes[0].set_ylim(bottom=0)
+        return axes
+
+
+def check(
+    posterior: Posterior,
+    *args: PyTree,
+    budget: PrivacyBudget,
+    rng_key: Array,
+    secret_key: object = None,
+    **kwargs: PyTree,
+) -> PredictiveCheck:
+    """Compares outcomes with what a posterior predicts, by one noisy table.
+
+    Too many outcomes of the lowest and highest ranks show that the model says too little spread.
+    Residuals that bend show that the mean is another function of the columns. Errors of the
+    posterior move residuals too, by as much as the predictions are uncertain.
+
+    Args:
+        posterior: A posterior of a model with one outcome a record.
+        *args: Arguments of the model, with the records.
+        budget: Epsilon and delta to spend, such as ``ledger.budget(0.2, purpose="check")``. If the
+            posterior was fitted to the same records, the two add up.
+        rng_key: Key of draws from the posterior and of simulated outcomes, not of noise.
+        secret_key: As for :class:`~numpyro_dp.DPSVI`.
+        **kwargs: Keyword arguments of the model.
+
+    Raises:
+        ValueError: If the posterior has no model.
+        UnsupportedModelError: If a record has several outcomes, or a censored one.
+        BudgetError: If earlier runs have spent the budget.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, numpyro_dp
+        >>> def model(x, y=None):
+        ...     w = numpyro.sample("w", dist.Normal(0, 1))
+        ...     with numpyro.plate("people", x.shape[0]):
+        ...         numpyro.sample("y", dist.Poisson(jnp.exp(w * x)), obs=y)
+        >>> x = jax.random.normal(jax.random.key(1), (5000,))
+        >>> y = jax.random.poisson(jax.random.key(2), jnp.exp(x / 2))
+        >>> posterior = numpyro_dp.fit(model, x, y, epsilon=1.0, rng_key=jax.random.key(0))
+        >>> found = numpyro_dp.check(posterior, x, y, budget=numpyro_dp.PrivacyBudget(0.5, 1e-5),
+        ...                          rng_key=jax.random.key(3))
+        >>> bool(abs(found.ranks[0] - 0.1).max() < 0.1)
+        True
+
+    Guarantee:
+        One Gaussian release. A record adds the parts of an interval in ten ranks, which are at
+        least 0 and sum to 1, in one row of the table. So it adds a vector of norm at most 1, which
+        is also its clip norm. A record that is not finite or not possible adds 0. Draws, simulated
+        outcomes and edges come from ``rng_key``, the posterior and invented records.
+    """
+    source = posterior._known_source()
+    args, kwargs = as_arrays(args, kwargs)
+    structure = Privacy().given_model(source.fn, {}).structure(args, kwargs)
+    shared = structure.layout.rows(args, kwargs).shared
+    outcomes = read_outcomes(Model(source.fn, structure), shared).at(source.params)
+    if not (outcomes.number or outcomes.scalar) or outcomes.censored:
+        raise UnsupportedModelError(
+            "check compares one number a record with its prediction. This model has several "
+            "outcomes a record, or a censored one. Compare summaries of posterior.predict instead."
+        )
+    draw_key, edge_key, run_key = jax.random.split(rng_key, 3)
+    latents = source.unconstrained(posterior.sample(draw_key, _DRAWS))
+    draws = jax.vmap(outcomes.flat)(latents)
+    edges = _edges(outcomes, draws, edge_key)
+    driver = _Check(outcomes, draws, edges, budget, secret_key)
+    result = driver.run(run_key, 1, *args, progress_bar=False, **kwargs)
+    table = np.asarray(result.params["table"], np.float64)
+    return PredictiveCheck(table, result.privacy.noise_multiplier, edges, result.privacy)
+
+
+def _predicted(
+    outcomes: Outcomes, draws: Array, example: PyTree, key: Array
+) -> tuple[Array, Array, Array]:
+    """The predicted centre of a record, and the two ends of its outcome's interval of ranks."""
+    (own,) = outcomes.own(example).values()
+    own = jnp.reshape(own, ()).astype(draws.dtype)
+    if outcomes.number:
+        listed = outcomes.listed(draws, example)
+        chances = jnp.mean(listed.probabilities, axis=1)
+        values = listed.values.astype(draws.dtype)
+        below, same = (jnp.sum(chances * found) for found in (values < own, listed.observed))
+        return jnp.sum(chances * values), below, below + same
+    keys = jax.random.split(key, len(draws))
+    drawn = jax.vmap(lambda draw, key: outcomes.simulate(draw, example, key))(draws, keys)
+    (values,) = drawn.values()
+    values = jnp.reshape(values, len(draws)).astype(draws.dtype)
+    total = len(draws) + 1
+    below, same = (jnp.sum(found) / total for found in (values < own, values == own))
+    # The mean of the middle half: counts have few medians, and a mean may not exist.
+    quarter = len(draws) // 4
+    middle = jnp.mean(jnp.sort(values)[quarter:-quarter])
+    return middle, below, below + same + 1 / total
+
+
+def _edges(outcomes: Outcomes, draws: Array, key: Array) -> np.ndarray:
+    """Quantiles of the predictions of invented records."""
+    rows, _ = outcomes.model.structure.layout.invented_records(_INVENTED)
+    keys = jax.random.split(key, _INVENTED)
+    found = jit_once(jax.vmap(lambda row, key: _predicted(outcomes, draws, row, key)[0]))(
+        rows, keys
+    )
+    return np.nanquantile(np.asarray(found), np.arange(1, _ROWS) / _ROWS)
+
+
+class _Check(Driver):
+    """One noisy table. Its parameters are the table."""
+
+    def __init__(
+        self,
+        outcomes: Outcomes,
+        draws: Array,
+        edges: np.ndarray,
+        budget: PrivacyBudget,
+        secret_key: object,
+    ) -> None:
+        self._outcomes = outcomes
+
+        def signal(public: PyTree, example: PyTree) -> dict[str, Array]:
+            draws, edges, key = public
+            if not outcomes.number:
+                *rows, number = example
+                example, key = tuple(rows), jax.random.fold_in(key, number)
+            predicted, low, high = _predicted(outcomes, draws, example, key)
+            places = jnp.linspace(0, 1, _RANKS + 1, dtype=draws.dtype)
+            parts = jnp.diff(jnp.clip((places - low) / jnp.maximum(high - low, 1e-6), 0, 1))
+            row = jax.nn.one_hot(jnp.sum(predicted > edges), _ROWS, dtype=parts.dtype)
+            (own,) = outcomes.own(example).values()
+            good = outcomes.possible(example) & jnp.all(jnp.isfinite(own))
+            good = good & jnp.isfinite(predicted) & (high > low)
+            return {"table": jnp.where(good, row[:, None] * parts, 0)}
+
+        def pull_back(public: PyTree, released: Released) -> dict[str, Array]:
+            return released.total
+
+        def prepare(key: Array, params: Values) -> tuple[Array, Array, Array]:
+            return params["draws"], params["edges"], key
+
+        settings = RunSettings(
+            clip_norm=1.0,
+            sampler=FullBatch(),
+            budget=budget,
+            privacy=Privacy(secret_key=secret_key),
+        )
+        # Parameters, because arrays that an estimator holds would count as possible records.
+        kept = {"draws": draws, "edges": jnp.asarray(edges, draws.dtype)}
+        kept["table"] = jnp.zeros((_ROWS, _RANKS), draws.dtype)
+        method = Method(
+            lambda problem: Estimator(prepare, signal, pull_back), keeping(kept), ("check",)
+        )
+        super().__init__(method, settings)
+
+    def structure(self, args: Args, kwargs: Kwargs) -> ModelStructure:
+        """Reads shapes."""
+        return self._outcomes.model.structure
+
+    def prepare(self, structure: ModelStructure, rng_key: Array, call: Call) -> Prepared:
+        """Reads no record."""
+        problem = LaplaceProblem(self._outcomes)
+        return Prepared(problem, self.method.optim.init(None), rng_key)
