@@ -1,6 +1,6 @@
 r"""A private posterior predictive check: one noisy table of predictions and ranks.
 
-The posterior predicts each record's outcome y by a distribution function F. If the model is right,
+The posterior has a distribution function F for the outcome y of each record. In a right model,
 the interval from :math:`F(y^-)` to :math:`F(y)` is spread evenly over [0, 1], on average over
 records with any prediction. For a continuous outcome it is a point, the probability integral
 transform. A record adds the parts of its interval in each of ten ranks. They are in the row of its
@@ -141,7 +141,7 @@ def check(
         *args: Arguments of the model, with the records.
         budget: Epsilon and delta to spend, such as ``ledger.budget(0.2, purpose="check")``. If the
             posterior was fitted to the same records, the two add up.
-        rng_key: Key of draws from the posterior and of simulated outcomes, not of noise.
+        rng_key: Key of draws from the posterior, not of noise.
         secret_key: As for :class:`~numpyro_dp.DPSVI`.
         **kwargs: Keyword arguments of the model.
 
@@ -167,8 +167,9 @@ def check(
     Guarantee:
         One Gaussian release. A record adds the parts of an interval in ten ranks, which are at
         least 0 and sum to 1, in one row of the table. So it adds a vector of norm at most 1, which
-        is also its clip norm. A record that is not finite or not possible adds 0. Draws, simulated
-        outcomes and edges come from ``rng_key``, the posterior and invented records.
+        is also its clip norm. A record that is not finite or not possible adds 0. Draws and edges
+        come from ``rng_key``, the posterior and invented records. Simulated outcomes come from
+        secret seeds, one for each record.
     """
     source = posterior._known_source()
     args, kwargs = as_arrays(args, kwargs)

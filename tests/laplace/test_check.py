@@ -63,6 +63,7 @@ def test_a_record_adds_one_row_that_sums_to_1_or_nothing(name):
         assert good <= bool(np.all(rows == 1))
 
 
+@pytest.mark.full
 def test_residuals_of_two_outcomes_are_shares_minus_predictions(columns):
     rng = np.random.default_rng(1)
     y = (rng.random(N) < 1 / (1 + np.exp(-columns @ W - columns[:, 0] ** 2 + 1))).astype(int)
@@ -93,6 +94,7 @@ def test_ranks_are_even_in_a_right_model_and_not_with_too_little_spread(columns,
     assert all(len(ax.containers) == 1 for ax in axes)
 
 
+@pytest.mark.full
 def test_the_ledger_is_charged_and_the_noise_is_as_stated(columns, counted, tmp_path):
     ledger = Ledger(tmp_path / "ledger", PrivacyBudget(10.0, 1e-4))
     tables = []
@@ -106,6 +108,7 @@ def test_the_ledger_is_charged_and_the_noise_is_as_stated(columns, counted, tmp_
     assert np.std(tables[0] - tables[1]) / np.sqrt(2) == pytest.approx(found.noise, rel=0.3)
 
 
+@pytest.mark.full
 def test_several_outcomes_are_refused(columns):
     def two(x, y=None):
         w = numpyro.sample("w", dist.Normal(0, 1))
