@@ -26,6 +26,7 @@ from numpyro_dp.laplace.signal import LaplaceProblem
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.frontend import Call, Prepared
+from numpyro_dp.model.impossible import masks_around
 from numpyro_dp.model.outcomes import Outcomes, read_outcomes
 from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.structure import ModelStructure
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 _RANKS = _ROWS = 10
 _DRAWS = 200  # of the posterior, each with an outcome of the record
 _INVENTED = 500  # records whose predictions separate the rows
+_NARROW = 1e-6
 _SEEN = 3.0  # a row with fewer records than this many standard deviations of its noise is not shown
 _WIDTH = 1.645  # of 90 % intervals, in standard errors
 
@@ -64,17 +66,18 @@ class PredictiveCheck(NamedTuple):
 
     @property
     def ranks(self) -> tuple[np.ndarray, np.ndarray]:
-        """Share of records in each rank, and its standard error (10,). .1 each if all is right."""
+        """Share of records in each rank, .1 if all is right, and its largest error (10,)."""
         number, sampling = self.privacy.plan.num_examples, (1 - 1 / _RANKS) / _RANKS
         error = np.sqrt(self.noise**2 * _ROWS + number * sampling) / number
         return self.table.sum(axis=0) / number, np.full(_RANKS, error)
 
     @property
     def residuals(self) -> tuple[np.ndarray, np.ndarray]:
-        """Twice the mean rank minus 1 in each row, and its standard error (10,).
+        """Twice the mean rank minus 1 in each row, and its largest standard error (10,).
 
         It is between -1 and 1, and 0 if all is right. For an outcome of 0 or 1 it is the share of
-        ones minus the predicted share. ``nan`` where a row has too few records for its noise.
+        ones minus the predicted share, about. The errors are those of a continuous outcome. Of a
+        rare outcome they are smaller. ``nan`` where a row has too few records for its noise.
         """
         middles = 2 * (np.arange(_RANKS) + 0.5) / _RANKS - 1
         records, sums = self.table.sum(axis=1), self.table @ middles
@@ -127,14 +130,16 @@ def check(
     *args: PyTree,
     budget: PrivacyBudget,
     rng_key: Array,
-    secret_key: object = None,
+    privacy: Privacy = Privacy(),
     **kwargs: PyTree,
 ) -> PredictiveCheck:
     """Compares outcomes with what a posterior predicts, by one noisy table.
 
     Too many outcomes of the lowest and highest ranks show that the model says too little spread.
     Residuals that bend show that the mean is another function of the columns. Errors of the
-    posterior move residuals too, by as much as the predictions are uncertain.
+    posterior move residuals too, by as much as the predictions are uncertain. Rows are separated by
+    predictions of invented records with standard normal columns. Columns that are far from these
+    may put all records into one row.
 
     Args:
         posterior: A posterior of a model with one outcome a record.
@@ -142,12 +147,12 @@ def check(
         budget: Epsilon and delta to spend, such as ``ledger.budget(0.2, purpose="check")``. If the
             posterior was fitted to the same records, the two add up.
         rng_key: Key of draws from the posterior, not of noise.
-        secret_key: As for :class:`~numpyro_dp.DPSVI`.
+        privacy: As for :class:`~numpyro_dp.DPSVI`, with what the fit declared public.
         **kwargs: Keyword arguments of the model.
 
     Raises:
-        ValueError: If the posterior has no model.
-        UnsupportedModelError: If a record has several outcomes, or a censored one.
+        TypeError, ValueError: If posterior or budget are none, or the posterior has no model.
+        UnsupportedModelError: If a record has several outcomes, a censored one, or a weight.
         BudgetError: If earlier runs have spent the budget.
 
     Example:
@@ -167,25 +172,33 @@ def check(
     Guarantee:
         One Gaussian release. A record adds the parts of an interval in ten ranks, which are at
         least 0 and sum to 1, in one row of the table. So it adds a vector of norm at most 1, which
-        is also its clip norm. A record that is not finite or not possible adds 0. Draws and edges
+        is also its clip norm. A record that is masked, not finite or not possible adds
+        0. Draws and edges
         come from ``rng_key``, the posterior and invented records. Simulated outcomes come from
         secret seeds, one for each record.
     """
+    if not isinstance(posterior, Posterior) or not isinstance(budget, PrivacyBudget):
+        raise TypeError(
+            "Expected check(posterior, *args, budget=PrivacyBudget(...)) with a Posterior, got "
+            f"{type(posterior).__name__} and {type(budget).__name__}. Take result.posterior."
+        )
     source = posterior._known_source()
     args, kwargs = as_arrays(args, kwargs)
-    structure = Privacy().given_model(source.fn, {}).structure(args, kwargs)
+    structure = privacy.given_model(source.fn, {}).structure(args, kwargs)
     shared = structure.layout.rows(args, kwargs).shared
-    outcomes = read_outcomes(Model(source.fn, structure), shared).at(source.params)
-    if not (outcomes.number or outcomes.scalar) or outcomes.censored:
+    outcomes = read_outcomes(Model(source.fn, structure), shared)
+    one = bool(outcomes.number) or outcomes.scalar
+    if not one or outcomes.censored or outcomes.weighted:
         raise UnsupportedModelError(
             "check compares one number a record with its prediction. This model has several "
-            "outcomes a record, or a censored one. Compare summaries of posterior.predict instead."
+            "outcomes a record, a censored one, or weights. Compare summaries of "
+            "posterior.predict instead."
         )
     draw_key, edge_key, run_key = jax.random.split(rng_key, 3)
     latents = source.unconstrained(posterior.sample(draw_key, _DRAWS))
     draws = jax.vmap(outcomes.flat)(latents)
     edges = _edges(outcomes, draws, edge_key)
-    driver = _Check(outcomes, draws, edges, budget, secret_key)
+    driver = _Check(outcomes, draws, edges, budget, privacy)
     result = driver.run(run_key, 1, *args, progress_bar=False, **kwargs)
     table = np.asarray(result.params["table"], np.float64)
     return PredictiveCheck(table, result.privacy.noise_multiplier, edges, result.privacy)
@@ -206,13 +219,14 @@ def _predicted(
     keys = jax.random.split(key, len(draws))
     drawn = jax.vmap(lambda draw, key: outcomes.simulate(draw, example, key))(draws, keys)
     (values,) = drawn.values()
-    values = jnp.reshape(values, len(draws)).astype(draws.dtype)
-    total = len(draws) + 1
+    # Of one half the centre, of the other the ranks: with the same errors, rows with high centres
+    # would have low ranks.
+    centre, values = jnp.reshape(values, (2, -1)).astype(draws.dtype)
+    total = len(values) + 1
     below, same = (jnp.sum(found) / total for found in (values < own, values == own))
     # The mean of the middle half: counts have few medians, and a mean may not exist.
-    quarter = len(draws) // 4
-    middle = jnp.mean(jnp.sort(values)[quarter:-quarter])
-    return middle, below, below + same + 1 / total
+    quarter = len(centre) // 4
+    return jnp.mean(jnp.sort(centre)[quarter:-quarter]), below, below + same + 1 / total
 
 
 def _edges(outcomes: Outcomes, draws: Array, key: Array) -> np.ndarray:
@@ -234,7 +248,7 @@ class _Check(Driver):
         draws: Array,
         edges: np.ndarray,
         budget: PrivacyBudget,
-        secret_key: object,
+        privacy: Privacy,
     ) -> None:
         self._outcomes = outcomes
 
@@ -245,11 +259,17 @@ class _Check(Driver):
                 example, key = tuple(rows), jax.random.fold_in(key, number)
             predicted, low, high = _predicted(outcomes, draws, example, key)
             places = jnp.linspace(0, 1, _RANKS + 1, dtype=draws.dtype)
-            parts = jnp.diff(jnp.clip((places - low) / jnp.maximum(high - low, 1e-6), 0, 1))
+            # Outcomes that are sure or impossible to the posterior have intervals of width 0.
+            low = jnp.minimum(low, 1 - _NARROW)
+            high = jnp.maximum(high, low + _NARROW)
+            parts = jnp.diff(jnp.clip((places - low) / (high - low), 0, 1))
             row = jax.nn.one_hot(jnp.sum(predicted > edges), _ROWS, dtype=parts.dtype)
             (own,) = outcomes.own(example).values()
             good = outcomes.possible(example) & jnp.all(jnp.isfinite(own))
-            good = good & jnp.isfinite(predicted) & (high > low)
+            (site,) = outcomes._sites(draws[0], example)
+            for mask in masks_around(site["fn"]):
+                good = good & jnp.all(mask)
+            good = good & jnp.isfinite(predicted)
             return {"table": jnp.where(good, row[:, None] * parts, 0)}
 
         def pull_back(public: PyTree, released: Released) -> dict[str, Array]:
@@ -262,7 +282,7 @@ class _Check(Driver):
             clip_norm=1.0,
             sampler=FullBatch(),
             budget=budget,
-            privacy=Privacy(secret_key=secret_key),
+            privacy=privacy,
         )
         # Parameters, because arrays that an estimator holds would count as possible records.
         kept = {"draws": draws, "edges": jnp.asarray(edges, draws.dtype)}

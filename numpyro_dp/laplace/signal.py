@@ -29,7 +29,9 @@ stages release the tail of simulated outcomes (:mod:`numpyro_dp.laplace.tail`).
 
 With ``robust``, the last stage also releases :math:`J_i = s_i s_i^\top`. Its sum estimates how much
 the scores of all records vary together, whether the model is right or not. Its Frobenius norm is at
-most :math:`C^2`.
+most :math:`C^2`. In a model that is known to be wrong, scores are released in parts
+(:mod:`numpyro_dp.laplace.shells`). The weight is then that of the part with the least room, and
+:math:`J_i` has the score clipped at a norm in the middle.
 """
 
 from __future__ import annotations

@@ -189,8 +189,8 @@ class Run:
             if not self.robust:
                 self.kappa *= np.clip(self.spread[0] - 2 * self.spread[1], 1.0, _MOST_SPREAD)
         if weights[5]:
-            norms = self._norms(self.mean, self.whitening) * math.sqrt(self.size / self.number)
-            read = Tail.read(tail / weights[5], 1 / mu[5], self.number, doubt, norms / clips[2])
+            invented = self._norms(self.mean, self.whitening) * math.sqrt(self.size / self.number)
+            read = Tail.read(tail / weights[5], 1 / mu[5], self.number, doubt, invented / clips[2])
             self.tail = read.joined(self.tail)
         variance = None
         if weights[6]:
@@ -249,9 +249,9 @@ class Run:
         """The uncertainty of the last steps (d, d), next to which they are long or short."""
         if not self._biases:
             return self._decoded
-        # They corrected a bias, which shows no way still to go.
+        # They corrected a bias, which shows no way still to go. Its direction is any.
         whitening = self._biases[0] * self.stages[-1].whitening
-        return self._decoded + whitening @ whitening
+        return self._decoded + whitening @ whitening / self.size
 
     @property
     def arrived(self) -> bool:

@@ -8,8 +8,8 @@ close to 0 in a correct model. A few records far out show in the last number alo
 less noise than six.
 
 In a wrong model, clipped scores are not centred. At the optimum of all scores, the clipped ones
-then have a sum of norm B, the bias. A larger clip norm C lowers B, but the noise grows with it. So
-the last stages take the C with the smallest :math:`B^2 + d\, (C / \mu)^2`.
+then have a sum of norm B, the bias. A larger clip norm lowers B, but the noise grows with it. So
+the last stages release scores in shells (:mod:`numpyro_dp.laplace.shells`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 from hostile_models import MODELS, hostile_records, ordinary_records, problem_of, with_numbers
 
 import numpyro_dp
-from numpyro_dp import Ledger, PrivacyBudget, UnsupportedModelError, check
+from numpyro_dp import Ledger, Privacy, PrivacyBudget, UnsupportedModelError, check
 from numpyro_dp.laplace.check import _Check
 
 N, KEY = 4000, jax.random.key(1)
@@ -50,7 +50,7 @@ def test_a_record_adds_one_row_that_sums_to_1_or_nothing(name):
     model, kinds, _ = MODELS[name]
     problem = problem_of(model, ordinary_records(kinds, 20, 0))
     draws = 0.3 * jax.random.normal(KEY, (200, problem.outcomes.size))
-    driver = _Check(problem.outcomes, draws, np.linspace(-1, 1, 9), LOUD, 1)
+    driver = _Check(problem.outcomes, draws, np.linspace(-1, 1, 9), LOUD, Privacy(secret_key=1))
     estimator = driver.method.estimator_of(problem)
     public = estimator.prepare(KEY, driver.method.optim.init(None))
     every = jax.jit(jax.vmap(lambda *row: estimator.signal(public, row)["table"]))
@@ -83,6 +83,8 @@ def test_ranks_are_even_in_a_right_model_and_not_with_too_little_spread(columns,
     posterior, y = counted
     shares, errors = check(posterior, columns, y, budget=LOUD, rng_key=KEY).ranks
     assert np.sum(((shares - 0.1) / errors) ** 2) < 30
+    residuals, errors = check(posterior, columns, y, budget=QUIET, rng_key=KEY).residuals
+    assert np.nanmax(np.abs(residuals / errors)) < 4
     rng = np.random.default_rng(2)
     wide = rng.poisson(np.exp(columns @ W) * rng.gamma(1, 1, N))
     found = check(posterior, columns, wide, budget=LOUD, rng_key=KEY)
@@ -97,15 +99,15 @@ def test_ranks_are_even_in_a_right_model_and_not_with_too_little_spread(columns,
 @pytest.mark.full
 def test_the_ledger_is_charged_and_the_noise_is_as_stated(columns, counted, tmp_path):
     ledger = Ledger(tmp_path / "ledger", PrivacyBudget(10.0, 1e-4))
-    tables = []
+    tables, missing = [], np.full(N, np.nan, np.float32)  # adds 0, so the table is noise
     for seed in (1, 2):
         found = check(
-            counted[0], columns, counted[1], budget=ledger.budget(1.0, purpose="check"),
-            rng_key=KEY, secret_key=seed,
+            counted[0], columns, missing, budget=ledger.budget(1.0, purpose="check"),
+            rng_key=KEY, privacy=Privacy(secret_key=seed),
         )  # fmt: skip
         tables.append(found.table)
     assert len(ledger.entries) == 2
-    assert np.std(tables[0] - tables[1]) / np.sqrt(2) == pytest.approx(found.noise, rel=0.3)
+    assert np.std(tables) == pytest.approx(found.noise, rel=0.2)
 
 
 @pytest.mark.full
@@ -117,3 +119,19 @@ def test_several_outcomes_are_refused(columns):
 
     with pytest.raises(UnsupportedModelError, match="several outcomes a record"):
         check(fitted(two, columns, columns), columns, columns, budget=LOUD, rng_key=KEY)
+
+
+@pytest.mark.full
+def test_sure_and_masked_outcomes(columns):
+    """Outcomes that the posterior holds for impossible count, and masked ones do not."""
+
+    def steep(x, seen, y=None):
+        w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
+        with numpyro.plate("people", x.shape[0]):
+            numpyro.sample("y", dist.Bernoulli(logits=40 * x @ w).mask(seen), obs=y)
+
+    y, seen = (columns[:, 0] > 0).astype(int), np.arange(N) % 2 == 0
+    posterior = fitted(steep, columns, seen, y)
+    found = check(posterior, columns, seen, 1 - y, budget=QUIET, rng_key=KEY)
+    np.testing.assert_allclose(found.table.sum(), N / 2, rtol=0.02)
+    assert np.all(np.abs(found.ranks[0][[0, 9]] - 0.25) < 0.06)
