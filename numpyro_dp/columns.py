@@ -171,14 +171,8 @@ class _Columns(Driver):
             budget=budget,
             privacy=Privacy(secret_key=secret_key),
         )
-        super().__init__(
-            Method(
-                _terms(histogram),
-                keeping({name: jnp.zeros(shape) for name, shape in parts.items()}),
-                (histogram,),
-            ),
-            settings,
-        )
+        zeros = {name: jnp.zeros(shape) for name, shape in parts.items()}
+        super().__init__(Method(_terms(histogram), keeping(zeros), (histogram,)), settings)
 
     def structure(self, args: Args, kwargs: Kwargs) -> Records:
         """Reads shapes."""

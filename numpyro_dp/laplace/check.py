@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _RANKS = _ROWS = 10
 _DRAWS = 200  # of the posterior, each with an outcome of the record
 _INVENTED = 500  # records whose predictions separate the rows
-_NARROW = 1e-6
+_NARROW = 1e-6  # smallest width of an outcome's interval, so that it counts as 1 in any case
 _SEEN = 3.0  # a row with fewer records than this many standard deviations of its noise is not shown
 _WIDTH = 1.645  # of 90 % intervals, in standard errors
 
@@ -172,10 +172,9 @@ def check(
     Guarantee:
         One Gaussian release. A record adds the parts of an interval in ten ranks, which are at
         least 0 and sum to 1, in one row of the table. So it adds a vector of norm at most 1, which
-        is also its clip norm. A record that is masked, not finite or not possible adds
-        0. Draws and edges
-        come from ``rng_key``, the posterior and invented records. Simulated outcomes come from
-        secret seeds, one for each record.
+        is also its clip norm. A record that is masked, not finite or not possible adds 0. Draws and
+        edges come from ``rng_key``, the posterior and invented records. Simulated outcomes come
+        from secret seeds, one for each record.
     """
     if not isinstance(posterior, Posterior) or not isinstance(budget, PrivacyBudget):
         raise TypeError(
