@@ -136,7 +136,7 @@ class Run:
             self.size, entries, 1, 1, self.size, SIZES * tailed, shells.SHELLS * self.size * tailed,
         ])  # fmt: skip
         # In the order in which `pull_back` of the signal joins them.
-        score, triangle, power, excess, loss, tail, outer, scatter = np.split(released, ends)
+        score, triangle, power, excess, loss, tail, further, scatter = np.split(released, ends)
         # The same bounds as in the request, because nothing that they depend on has changed since.
         (clips, norms), weights = self._bounds(release), self.plan.weights(release)
         mu, kind = self.plan.mu_of(release), self.plan.kinds[release]
@@ -155,7 +155,7 @@ class Run:
         score, noises = clips[0] * score / weights[0], clips[0] / mu[0]
         if self.tail is not None and self.tail.misplaced:
             factors = np.diff(norms, prepend=0) / shells.WEIGHTS
-            parts = np.stack([score / clips[0], *outer.reshape(-1, self.size) / weights[0]])
+            parts = np.stack([score / clips[0], *further.reshape(-1, self.size) / weights[0]])
             self._biases = [self.tail.bias(c, self.size, self.number) for c in norms / clips[2]]
             score, noises = shells.joined(
                 factors[:, None] * parts, factors / mu[0], self._biases, self.tail.of_scale
