@@ -13,7 +13,7 @@ out without quantiles. So a record of d columns has norm at most :math:`\sqrt{2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,15 +23,14 @@ from jax import Array
 from scipy.optimize import isotonic_regression
 
 from numpyro_dp._validate import check_real
-from numpyro_dp.core import Args, Estimator, Kwargs, PyTree, Released
+from numpyro_dp.core import Arrays, PyTree
 from numpyro_dp.model.frames import design
-from numpyro_dp.model.frontend import Call, Prepared
-from numpyro_dp.model.records import Records, RecordsProblem, read_records
+from numpyro_dp.model.records import RecordsProblem, read_records
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.sampling import FullBatch
-from numpyro_dp.run.driver import Driver
-from numpyro_dp.run.settings import Method, Privacy, RunSettings, keeping
+from numpyro_dp.run.driver import OneSum
+from numpyro_dp.run.settings import Privacy, RunSettings
 
 _BINS = 64
 _HIDDEN = 0.1  # noise in a mean (half ranges) or a share of records, above which it is not shown
@@ -113,12 +112,21 @@ def summarize_columns(
     probs = [check_real("a quantile", p, low=0, high=1, low_open=True, high_open=True)
              for p in quantiles]  # fmt: skip
     matrix, names = design(frame, ranges, intercept=False)
-    driver = _Columns(len(names), bool(probs), budget, secret_key)
-    result = driver.run(jax.random.key(0), 1, matrix, progress_bar=False)
-    sums = {name: np.asarray(value, np.float64) for name, value in result.params.items()}
-    noise = driver.clip_norm * result.privacy.noise_multiplier
-    return _summary(dict(zip(names, ranges.values(), strict=True)), sums, noise, probs,
-                    result.privacy)  # fmt: skip
+    size, parts = len(names), ("count", "first", "second", "bins")[: 3 + bool(probs)]
+    zeros = {part: jnp.zeros((size, _BINS) if part == "bins" else size) for part in parts}
+
+    def signal(public: PyTree, key: Array, example: Arrays) -> dict[str, Array]:
+        return {part: _terms(example)[part] for part in parts}
+
+    settings = RunSettings(
+        clip_norm=_bound(size, bool(probs)), sampler=FullBatch(), budget=budget,
+        privacy=Privacy(secret_key=secret_key),
+    )  # fmt: skip
+    records = read_records(lambda x: None, (matrix,), {}, len(matrix))
+    driver = OneSum(settings, RecordsProblem(records), (), zeros, signal)
+    sums, privacy = driver.total(jax.random.key(0), matrix)
+    noise = settings.noise_scale(privacy.noise_multiplier, len(matrix))
+    return _summary(dict(zip(names, ranges.values(), strict=True)), sums, noise, probs, privacy)
 
 
 def _summary(
@@ -156,47 +164,15 @@ def _summary(
     return found
 
 
-class _Columns(Driver):
-    """One noisy sum over all records. Its parameters are the released sums."""
-
-    def __init__(
-        self, size: int, histogram: bool, budget: PrivacyBudget, secret_key: object
-    ) -> None:
-        self.clip_norm = math.sqrt((3.25 if histogram else 2.25) * size)
-        parts = {"count": (size,), "first": (size,), "second": (size,)}
-        parts |= {"bins": (size, _BINS)} if histogram else {}
-        settings = RunSettings(
-            clip_norm=self.clip_norm,
-            sampler=FullBatch(),
-            budget=budget,
-            privacy=Privacy(secret_key=secret_key),
-        )
-        zeros = {name: jnp.zeros(shape) for name, shape in parts.items()}
-        super().__init__(Method(_terms(histogram), keeping(zeros), (histogram,)), settings)
-
-    def structure(self, args: Args, kwargs: Kwargs) -> Records:
-        """Reads shapes."""
-        return read_records(lambda x: None, args, kwargs, len(args[0]))
-
-    def prepare(self, structure: Records, rng_key: Array, call: Call) -> Prepared:
-        """Reads no record."""
-        return Prepared(RecordsProblem(structure), self.method.optim.init(None), rng_key)
+def _bound(size: int, histogram: bool) -> float:
+    return math.sqrt((3.25 if histogram else 2.25) * size)
 
 
-def _terms(histogram: bool) -> Callable[[RecordsProblem], Estimator]:
-    """Builds the estimator. Its signal reads one record, and nothing else reads any."""
-
-    def signal(public: PyTree, example: tuple[Array, ...]) -> dict[str, Array]:
-        (u,) = example
-        known = jnp.isfinite(u)
-        counted, u = known.astype(u.dtype), jnp.where(known, u, 0)
-        found = {"count": counted, "first": u, "second": counted * (u**2 - 0.5)}
-        if histogram:
-            place = jnp.clip(jnp.floor((u + 1) / 2 * _BINS).astype(int), 0, _BINS - 1)
-            found["bins"] = counted[:, None] * jax.nn.one_hot(place, _BINS, dtype=u.dtype)
-        return found
-
-    def pull_back(public: PyTree, released: Released) -> dict[str, Array]:
-        return released.total
-
-    return lambda problem: Estimator(lambda key, params: (), signal, pull_back)
+def _terms(example: Arrays) -> dict[str, Array]:
+    """What a record adds for each column."""
+    (u,) = example
+    known = jnp.isfinite(u)
+    counted, u = known.astype(u.dtype), jnp.where(known, u, 0)
+    place = jnp.clip(jnp.floor((u + 1) / 2 * _BINS).astype(int), 0, _BINS - 1)
+    bins = counted[:, None] * jax.nn.one_hot(place, _BINS, dtype=u.dtype)
+    return {"count": counted, "first": u, "second": counted * (u**2 - 0.5), "bins": bins}

@@ -13,6 +13,7 @@ Reference:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -21,21 +22,19 @@ import numpy as np
 from jax import Array
 
 from numpyro_dp._compat import jit_once
-from numpyro_dp.core import Args, Estimator, Kwargs, PyTree, Released, Values
+from numpyro_dp.core import Arrays, PyTree
 from numpyro_dp.laplace.signal import LaplaceProblem
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.frames import as_arrays
-from numpyro_dp.model.frontend import Call, Prepared
 from numpyro_dp.model.impossible import masks_around
 from numpyro_dp.model.outcomes import Outcomes, read_outcomes
 from numpyro_dp.model.public import UnsupportedModelError
-from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.sampling import FullBatch
-from numpyro_dp.run.driver import Driver
-from numpyro_dp.run.settings import Method, Privacy, RunSettings, keeping
+from numpyro_dp.run.driver import OneSum
+from numpyro_dp.run.settings import Privacy, RunSettings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -197,10 +196,12 @@ def check(
     latents = source.unconstrained(posterior.sample(draw_key, _DRAWS))
     draws = jax.vmap(outcomes.flat)(latents)
     edges = _edges(outcomes, draws, edge_key)
-    driver = _Check(outcomes, draws, edges, budget, privacy)
-    result = driver.run(run_key, 1, *args, progress_bar=False, **kwargs)
-    table = np.asarray(result.params["table"], np.float64)
-    return PredictiveCheck(table, result.privacy.noise_multiplier, edges, result.privacy)
+    settings = RunSettings(clip_norm=1.0, sampler=FullBatch(), budget=budget, privacy=privacy)
+    public = draws, jnp.asarray(edges, draws.dtype)
+    zeros = {"table": jnp.zeros((_ROWS, _RANKS), draws.dtype)}
+    driver = OneSum(settings, LaplaceProblem(outcomes), public, zeros, _entries(outcomes))
+    found, report = driver.total(run_key, *args, **kwargs)
+    return PredictiveCheck(found["table"], report.noise_multiplier, edges, report)
 
 
 def _predicted(
@@ -238,64 +239,27 @@ def _edges(outcomes: Outcomes, draws: Array, key: Array) -> np.ndarray:
     return np.nanquantile(np.asarray(found), np.arange(1, _ROWS) / _ROWS)
 
 
-class _Check(Driver):
-    """One noisy table. Its parameters are the table."""
+def _entries(outcomes: Outcomes) -> Callable[[PyTree, Array, Arrays], dict[str, Array]]:
+    """What a record adds to the table, from draws and edges."""
 
-    def __init__(
-        self,
-        outcomes: Outcomes,
-        draws: Array,
-        edges: np.ndarray,
-        budget: PrivacyBudget,
-        privacy: Privacy,
-    ) -> None:
-        self._outcomes = outcomes
+    def signal(public: PyTree, key: Array, example: Arrays) -> dict[str, Array]:
+        draws, edges = public
+        if not outcomes.number:
+            *rows, number = example
+            example, key = tuple(rows), jax.random.fold_in(key, number)
+        predicted, low, high = _predicted(outcomes, draws, example, key)
+        places = jnp.linspace(0, 1, _RANKS + 1, dtype=draws.dtype)
+        # Outcomes that are sure or impossible to the posterior have intervals of width 0.
+        low = jnp.minimum(low, 1 - _NARROW)
+        high = jnp.maximum(high, low + _NARROW)
+        parts = jnp.diff(jnp.clip((places - low) / (high - low), 0, 1))
+        row = jax.nn.one_hot(jnp.sum(predicted > edges), _ROWS, dtype=parts.dtype)
+        (own,) = outcomes.own(example).values()
+        good = outcomes.possible(example) & jnp.all(jnp.isfinite(own))
+        (site,) = outcomes._sites(draws[0], example)
+        for mask in masks_around(site["fn"]):
+            good = good & jnp.all(mask)
+        good = good & jnp.isfinite(predicted)
+        return {"table": jnp.where(good, row[:, None] * parts, 0)}
 
-        def signal(public: PyTree, example: PyTree) -> dict[str, Array]:
-            draws, edges, key = public
-            if not outcomes.number:
-                *rows, number = example
-                example, key = tuple(rows), jax.random.fold_in(key, number)
-            predicted, low, high = _predicted(outcomes, draws, example, key)
-            places = jnp.linspace(0, 1, _RANKS + 1, dtype=draws.dtype)
-            # Outcomes that are sure or impossible to the posterior have intervals of width 0.
-            low = jnp.minimum(low, 1 - _NARROW)
-            high = jnp.maximum(high, low + _NARROW)
-            parts = jnp.diff(jnp.clip((places - low) / (high - low), 0, 1))
-            row = jax.nn.one_hot(jnp.sum(predicted > edges), _ROWS, dtype=parts.dtype)
-            (own,) = outcomes.own(example).values()
-            good = outcomes.possible(example) & jnp.all(jnp.isfinite(own))
-            (site,) = outcomes._sites(draws[0], example)
-            for mask in masks_around(site["fn"]):
-                good = good & jnp.all(mask)
-            good = good & jnp.isfinite(predicted)
-            return {"table": jnp.where(good, row[:, None] * parts, 0)}
-
-        def pull_back(public: PyTree, released: Released) -> dict[str, Array]:
-            return released.total
-
-        def prepare(key: Array, params: Values) -> tuple[Array, Array, Array]:
-            return params["draws"], params["edges"], key
-
-        settings = RunSettings(
-            clip_norm=1.0,
-            sampler=FullBatch(),
-            budget=budget,
-            privacy=privacy,
-        )
-        # Parameters, because arrays that an estimator holds would count as possible records.
-        kept = {"draws": draws, "edges": jnp.asarray(edges, draws.dtype)}
-        kept["table"] = jnp.zeros((_ROWS, _RANKS), draws.dtype)
-        method = Method(
-            lambda problem: Estimator(prepare, signal, pull_back), keeping(kept), ("check",)
-        )
-        super().__init__(method, settings)
-
-    def structure(self, args: Args, kwargs: Kwargs) -> ModelStructure:
-        """Reads shapes."""
-        return self._outcomes.model.structure
-
-    def prepare(self, structure: ModelStructure, rng_key: Array, call: Call) -> Prepared:
-        """Reads no record."""
-        problem = LaplaceProblem(self._outcomes)
-        return Prepared(problem, self.method.optim.init(None), rng_key)
+    return signal

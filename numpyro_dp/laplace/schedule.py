@@ -46,6 +46,9 @@ _LOSS = 0.02  # part of a stage, except for the last
 _EXCESS = 0.02  # part of the last stage
 _VARIANCE = 0.3  # part of the last stage, if intervals are robust: a tenth of the budget
 _TAIL = (0.0, 0.0, 0.0, 0.0, 0.2, 0.15, 0.0)  # parts of the stages, if outcomes are simulated
+# The tail has more, up to this factor, if mu sqrt(N / d) is above _LITTLE_NOISE. Scores then have
+# little noise to lose, and a count of few records far out has much.
+_MOST_TAIL, _LITTLE_NOISE = 2.5, 8.0
 _CLIP = 1.2
 GROWTH = 0.2  # growth of clip norms, until many records are clipped
 _MOST_GROWTH = 0.6
@@ -129,10 +132,11 @@ def schedule(
     if _scale_bounds(size, number)[1] / (mu * math.sqrt(_SCALES[1])) <= 1:
         early[Kind.SCALES] = (*_SCALES, 0.0, 0.0, 0.0, 0.0, 0.0)
     left = 1 - math.fsum(part for parts in early.values() for part in parts)
-    stages = []
+    stages, told = [], mu * math.sqrt(number / size) / _LITTLE_NOISE
+    more = min(max(1.0, told), _MOST_TAIL)
     for share, curvature, part in zip(_STAGES, _CURVATURE, _TAIL, strict=True):
         last = len(stages) == len(_STAGES) - 1
-        others = _EXCESS * last, part * tail, _VARIANCE * (robust and last)
+        others = _EXCESS * last, more * part * tail, _VARIANCE * (robust and last)
         stages.append(_stage(left * share, curvature, *others))
     kinds = (*early, *[Kind.STAGE] * len(stages))
     return Schedule(mu, kinds, (*early.values(), *stages))

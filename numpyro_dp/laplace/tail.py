@@ -51,6 +51,9 @@ _CLASS_SURE = 3.0  # standard errors
 _FAR_SURE = 2.4  # standard errors
 # The norm of the classes' errors, over the number of records that are far out.
 _OF_FAR = 1.5
+# Where records that are far out lie, among the three highest classes, until their counts tell: the
+# means, and a standard deviation. All are parts of the number of such records.
+_LIE, _LIE_SD = np.array([0.8, 0.17, 0.03]), 0.5
 # The bias of the sum at the smallest clip norm, over the number of misplaced records, and the power
 # with which it falls with the clip norm: measured with negative binomial counts in a Poisson model,
 # and with Student-t noise in a normal model. There, a scale follows the many small scores, and its
@@ -191,4 +194,7 @@ class Tail(NamedTuple):
         sure = high > _CLASS_SURE * np.sqrt(self.variances[_FIRST:_CLASSES])
         # What a clip at this norm takes away from the scores of the high classes.
         seen = typical * np.sum(np.where(sure, high, 0) * np.maximum(0, _MIDDLE - clip))
-        return max(usual, float(seen), typical * self.far * max(0.0, _FAR - clip))
+        lie, noise = self.far * _LIE, self.variances[-4:-1]
+        lie = lie + (self.counts[-4:-1] - lie) / (1 + noise / (self.far * _LIE_SD + 1e-9) ** 2)
+        far = typical * np.sum(np.maximum(lie, 0) * np.maximum(0, _MIDDLE[-3:] - clip))
+        return max(usual, float(seen), float(far))

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import os
+import types
 from collections.abc import Callable, Hashable
 from typing import Any, ClassVar, Self
 
@@ -19,7 +20,16 @@ from jax import Array
 from numpyro_dp._compat import is_tracer
 from numpyro_dp._tree import shapes_of
 from numpyro_dp._validate import check_int, check_num_steps, check_sizes
-from numpyro_dp.core import Args, Fold, Kwargs, PyTree, Values
+from numpyro_dp.core import (
+    Args,
+    Arrays,
+    Estimator,
+    Fold,
+    Kwargs,
+    PyTree,
+    Released,
+    Values,
+)
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.frontend import Call, Prepared, arguments_key
 from numpyro_dp.model.public import UnsupportedModelError, values_given
@@ -574,3 +584,59 @@ def _check_reverse_mode(forward_mode_differentiation: bool) -> None:
             "Expected forward_mode_differentiation=False, got True. Gradients of single records "
             "use reverse mode. Leave it out."
         )
+
+
+class OneSum(Driver):
+    """A driver of one release: a noisy sum over all records. Its parameters are the sums.
+
+    Args:
+        settings: With full batches, and the clip norm of all entries of a record together.
+        problem: What the records are.
+        public: Public values. As parameters, because arrays that a signal holds would count as
+            possible records.
+        zeros: Zeros of the shape of each entry of the signal.
+        signal: ``(public, key, record) -> entries``.
+    """
+
+    def __init__(
+        self,
+        settings: RunSettings,
+        problem: Any,
+        public: PyTree,
+        zeros: Values,
+        signal: Callable[[PyTree, Array, Arrays], Values],
+    ) -> None:
+        self._problem = problem
+
+        def prepare(key: Array, params: Values) -> tuple[PyTree, Array]:
+            return params["public"], key
+
+        def of_record(public: tuple[PyTree, Array], example: Arrays) -> Values:
+            return signal(*public, example)
+
+        def pull_back(public: PyTree, released: Released) -> Values:
+            return released.total
+
+        keeping = types.SimpleNamespace(
+            init=lambda _: zeros | {"public": public},
+            get_params=lambda state: state,
+            update=lambda released, state, **_: state | released,
+        )
+        estimator = Estimator(prepare, of_record, pull_back)
+        super().__init__(Method(lambda problem: estimator, keeping, ("one sum",)), settings)
+
+    def structure(self, args: Args, kwargs: Kwargs) -> Records:
+        """Reads shapes."""
+        return self._problem.records
+
+    def prepare(self, structure: Records, rng_key: Array, call: Call) -> Prepared:
+        """Reads no record."""
+        return Prepared(self._problem, self.method.optim.init(None), rng_key)
+
+    def total(
+        self, rng_key: Array, *args: PyTree, **kwargs: PyTree
+    ) -> tuple[Values, PrivacyReport]:
+        """Returns the noisy sums of all entries, and the report."""
+        result = self.run(rng_key, 1, *args, progress_bar=False, **kwargs)
+        found = {n: np.asarray(v, np.float64) for n, v in result.params.items() if n != "public"}
+        return found, result.privacy

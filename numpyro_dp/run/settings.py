@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
@@ -22,7 +21,6 @@ from numpyro_dp.core import (
     Problem,
     PyTree,
     Sampler,
-    Values,
 )
 from numpyro_dp.model.frontend import GivenModel
 from numpyro_dp.model.public import declare
@@ -72,19 +70,6 @@ class Method(NamedTuple):
                 "skeleton in docs/extending.md."
             )
         return found
-
-
-def keeping(values: Values) -> Any:
-    """An optimiser whose parameters are public values, and what the last step released.
-
-    Args:
-        values: The public values, and zeros for each entry that is released.
-    """
-    return types.SimpleNamespace(
-        init=lambda _: values,
-        get_params=lambda state: state,
-        update=lambda released, state, **_: state | released,
-    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,7 +10,7 @@ from hostile_models import MODELS, hostile_records, ordinary_records, problem_of
 
 import numpyro_dp
 from numpyro_dp import Ledger, Privacy, PrivacyBudget, UnsupportedModelError, check
-from numpyro_dp.laplace.check import _Check
+from numpyro_dp.laplace.check import _entries
 
 N, KEY = 4000, jax.random.key(1)
 LOUD, QUIET = PrivacyBudget(1.0, 1e-5), PrivacyBudget(200.0, 1e-5)
@@ -50,10 +50,8 @@ def test_a_record_adds_one_row_that_sums_to_1_or_nothing(name):
     model, kinds, _ = MODELS[name]
     problem = problem_of(model, ordinary_records(kinds, 20, 0))
     draws = 0.3 * jax.random.normal(KEY, (200, problem.outcomes.size))
-    driver = _Check(problem.outcomes, draws, np.linspace(-1, 1, 9), LOUD, Privacy(secret_key=1))
-    estimator = driver.method.estimator_of(problem)
-    public = estimator.prepare(KEY, driver.method.optim.init(None))
-    every = jax.jit(jax.vmap(lambda *row: estimator.signal(public, row)["table"]))
+    signal, public = _entries(problem.outcomes), (draws, jnp.linspace(-1, 1, 9))
+    every = jax.jit(jax.vmap(lambda *row: signal(public, KEY, row)["table"]))
     for records, good in ((ordinary_records, True), (hostile_records, False)):
         tables = np.asarray(every(*with_numbers(problem, records(kinds, 40, 3))))
         assert np.all(tables >= 0) and np.all(np.isfinite(tables))
