@@ -6,6 +6,7 @@ from numpyro_dp.columns import summarize_columns
 from numpyro_dp.fit import fit
 from numpyro_dp.laplace.check import check
 from numpyro_dp.laplace.dplaplace import DPLaplace
+from numpyro_dp.laplace.select import select
 from numpyro_dp.methods.em.dpem import DPEM
 from numpyro_dp.methods.ep.dpsep import DPSEP, SEP
 from numpyro_dp.methods.ep.per_record import EP
@@ -74,5 +75,6 @@ __all__ = [
     "posterior",
     "samplers",
     "secret_key",
+    "select",
     "summarize_columns",
 ]

@@ -194,7 +194,10 @@ class Tail(NamedTuple):
         sure = high > _CLASS_SURE * np.sqrt(self.variances[_FIRST:_CLASSES])
         # What a clip at this norm takes away from the scores of the high classes.
         seen = typical * np.sum(np.where(sure, high, 0) * np.maximum(0, _MIDDLE - clip))
+        if self._shapes or not self.far:
+            return max(usual, float(seen), typical * self.far * max(0.0, _FAR - clip))
+        # Few records that are far out, and no usual shape: they may be very far.
         lie, noise = self.far * _LIE, self.variances[-4:-1]
-        lie = lie + (self.counts[-4:-1] - lie) / (1 + noise / (self.far * _LIE_SD + 1e-9) ** 2)
+        lie = lie + (self.counts[-4:-1] - lie) / (1 + noise / (self.far * _LIE_SD) ** 2)
         far = typical * np.sum(np.maximum(lie, 0) * np.maximum(0, _MIDDLE[-3:] - clip))
         return max(usual, float(seen), float(far))

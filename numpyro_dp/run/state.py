@@ -372,12 +372,6 @@ def spent_by(settings: RunSettings, state: SensitiveState, num_steps: int) -> Pr
                 f"earlier runs, {identity.budget}, but the driver has {budget}. Resume this state "
                 "with the driver that created it."
             )
-    own = unit_name(identity.max_rows)
-    if other := {each.unit for each in getattr(budget, "earlier", ())} - {own}:
-        raise BudgetError(
-            f"A record of this run is a {own}, and a record of an earlier run in its budget is a "
-            f"{other.pop()}. One epsilon cannot cover both. Use the same unit for all runs."
-        )
     noise, wanted = float(state.noise_multiplier), settings.privacy.noise_multiplier
     if wanted is not None and float(_round_up(wanted)) != noise:
         raise ValueError(
@@ -390,7 +384,17 @@ def spent_by(settings: RunSettings, state: SensitiveState, num_steps: int) -> Pr
 
 
 def report_for(plan: Plan, num_steps: int, identity: RunIdentity) -> PrivacyReport:
-    """Returns the report of a run that followed a plan."""
+    """Returns the report of a run that followed a plan.
+
+    Raises:
+        BudgetError: If earlier runs in its budget had other units.
+    """
+    own = unit_name(identity.max_rows)
+    if other := {each.unit for each in getattr(plan.budget, "earlier", ())} - {own}:
+        raise BudgetError(
+            f"A record of this run is a {own}, and a record of an earlier run in its budget is a "
+            f"{other.pop()}. One epsilon cannot cover both. Use the same unit for all runs."
+        )
     budget = plan.budget and dataclasses.replace(plan.budget, charges=None)
     return PrivacyReport(
         plan.spent(num_steps),
