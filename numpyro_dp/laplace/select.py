@@ -151,20 +151,13 @@ def select(
         raise TypeError(f"Expected budget=PrivacyBudget(...), got {type(budget).__name__}.")
     check_rng_key(rng_key)
     named = _named(models)
-    own = without(privacy, "select", "mechanism", "loss_release", "noise_multiplier", "repetition")
+    own = without(privacy, "select", "mechanism", "loss_release", "noise_multiplier")
     args, kwargs = as_arrays(args, kwargs)
-    structures = {n: own.given_model(fn, {}).structure(args, kwargs) for n, fn in named.items()}
-    first = next(iter(structures.values()))
-    for name, each in structures.items():
-        if each.layout != first.layout:
-            raise ValueError(
-                f"The model {name} splits the arguments into records and public values in another "
-                "way than the first one. Give all models the same arguments and plates."
-            )
+    structure = own.given_model(next(iter(named.values())), {}).structure(args, kwargs)
     split_key, draw_key, *fit_keys = jax.random.split(rng_key, 2 + len(named))
-    fitted, held = _halves(first, args, kwargs, split_key)
+    fitted, held = _halves(structure, args, kwargs, split_key)
     settings = RunSettings(clip_norm=1.0, sampler=FullBatch(), budget=budget, privacy=own)
-    report = _report(settings, first)
+    report = _report(settings, structure)
     noise = report.noise_multiplier
 
     def part(share: float, number: int) -> Privacy:
@@ -179,8 +172,9 @@ def select(
         name: DPLaplace(fn, privacy=part(1 / len(named), number))
         for number, (name, fn) in enumerate(named.items())
     }
-    for driver in drivers.values():
-        driver.plan(*fitted[0], **fitted[1])  # refuses a model before the budget is touched
+    # Refuses a model before the budget is touched.
+    read = [driver._prepared_for(*fitted)[1].outcomes.model for driver in drivers.values()]
+    _check_alike(named, [each.structure for each in read])
     charge(settings, lambda: [report])
     posteriors = {
         name: driver.run(key, *fitted[0], progress_bar=False, **fitted[1])
@@ -191,13 +185,12 @@ def select(
         each._known_source().unconstrained(each.sample(key, _DRAWS))
         for each, key in zip(posteriors.values(), keys, strict=True)
     ]
-    scored = [
-        Model(each._known_source().fn, own.given_model(fn, {}).structure(*held))
-        for each, fn in zip(posteriors.values(), named.values(), strict=True)
-    ]
-    layout = scored[0].structure.layout
+    # The same structures, for another number of records.
+    layout, size = read[0].structure.layout, len(named)
+    number = structure.layout.num_examples - layout.num_examples
+    layout = layout._replace(num_examples=number)
+    scored = [m._replace(structure=m.structure._replace(layout=layout)) for m in read]
     shared = layout.rows(*held).shared
-    number, size = layout.num_examples, len(named)
 
     def summed(
         share: float,
@@ -249,6 +242,15 @@ def _named(models: object) -> dict[str, Callable[..., object]]:
     return found
 
 
+def _check_alike(named: Mapping[str, object], structures: list[ModelStructure]) -> None:
+    for name, each in zip(named, structures, strict=True):
+        if each.layout != structures[0].layout:
+            raise ValueError(
+                f"The model {name} splits the arguments into records and public values in another "
+                "way than the first one. Give all models the same arguments and plates."
+            )
+
+
 def _halves(
     structure: ModelStructure, args: Args, kwargs: Kwargs, key: Array
 ) -> tuple[tuple[Args, Kwargs], tuple[Args, Kwargs]]:
@@ -283,7 +285,7 @@ def _report(settings: RunSettings, structure: ModelStructure) -> PrivacyReport:
     layout, privacy, charges = structure.layout, settings.privacy, settings.charges
     identity = RunIdentity(
         layout.num_examples, settings.sampler, settings.clip_norm, privacy.mechanism, None,
-        settings.budget, privacy.secret_key is not None, False, ("select",),
+        settings.budget, privacy.secret_key is not None, privacy.repetition, ("select",),
         structure.data_plate, (), "" if charges is None else str(charges.ledger.path),
         layout.max_rows,
     )  # fmt: skip

@@ -282,7 +282,7 @@ class RecordsProblem(NamedTuple):
         """Returns the same with these public arrays."""
         return self._replace(shared=shared)
 
-    def constrain(self, params: dict[str, Array]) -> dict[str, Array]:
+    def constrain(self, params: Values) -> Values:
         """Returns the parameters as they are published."""
         return params
 
