@@ -1,4 +1,4 @@
-"""How often do people see a doctor? Two private models of counts, and a private check of each.
+"""How often do people see a doctor? A private choice of a model of counts, and a check of each.
 
 A row is one person's year, and the guarantee protects a year. --quick takes a quarter of the rows.
 """
@@ -14,7 +14,7 @@ import numpyro
 import numpyro.distributions as dist
 from statsmodels.datasets import randhie
 
-from numpyro_dp import PrivacyBudget, check, fit
+from numpyro_dp import PrivacyBudget, check, fit, select
 
 SCALES = dict(lncoins=2, idp=1, lpi=5, fmde=5, physlm=1, disea=10, hlthg=1, hlthf=1, hlthp=1)
 
@@ -46,3 +46,7 @@ for row, model in zip(axes, (poisson, negative_binomial), strict=True):
     for ax in found.plot(row):
         ax.set_title(model.__name__.replace("_", " "))
 figure.savefig("check_fit.png", dpi=200)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    budget = PrivacyBudget(1.0, posterior.privacy.delta)
+    print(select([poisson, negative_binomial], X, y, budget=budget, rng_key=jax.random.key(2)))

@@ -48,10 +48,11 @@ from numpyro_dp.run.state import RunIdentity, charge, plan_for, report_for
 _DRAWS = 100  # of each posterior
 _MOST = 10  # models
 # Bounds of the classes of the histogram, in nats, which are the clip norms to choose from.
-_EDGES = 0.5 * 2.0 ** np.arange(8)
+_EDGES = 2.0 ** np.arange(8)
 _MIDDLES = np.append(np.sqrt(_EDGES[:-1] * _EDGES[1:]), 1.5 * _EDGES[-1])
 _HISTOGRAM, _SQUARES = 0.15, 0.1  # parts of the budget, the rest for the regrets
-_SURE = 2.5  # standard errors of a count
+# Standard errors of a count that is believed, and of one next to a class that is believed.
+_SURE, _LIKELY = 2.5, 1.5
 _WIDTH = 1.645  # of 90 % intervals, in standard errors
 
 
@@ -210,11 +211,11 @@ def select(
         return driver.total(draw_key, *held[0], **held[1])[0]
 
     counts = summed(_HISTOGRAM, 0, {"counts": jnp.zeros(len(_MIDDLES) + 1)}, _classes)["counts"]
-    clip = _clip(counts, noise, size)
+    clip, cut = _clip(counts, noise, size)
     share = 1 - _HISTOGRAM
     zeros = {"sums": jnp.zeros(size), "squares": jnp.zeros(size * (size + 1) // 2)}
     sums = summed(share, 1, zeros, _moments, jnp.float32(clip))
-    scores, errors = _differences(sums, clip, noise / math.sqrt(share), number)
+    scores, errors = _differences(sums, clip, cut, noise / math.sqrt(share), number)
     public = tuple({each for p in posteriors.values() for each in p.privacy.public})
     report = dataclasses.replace(report, public=public)
     for each in posteriors.values():
@@ -330,18 +331,21 @@ def _moments(regrets: Array, clip: Array) -> dict[str, Array]:
     return {"sums": sums, "squares": squares}
 
 
-def _clip(counts: np.ndarray, noise: float, size: int) -> float:
-    """The clip norm with the smallest error of a difference, by noise and by what it cuts off."""
-    above, error = counts[1:], noise / math.sqrt(_HISTOGRAM)
-    above = np.where(above > _SURE * error, above, 0)
-    cut = [above @ np.maximum(0, _MIDDLES - clip) for clip in _EDGES]
+def _clip(counts: np.ndarray, noise: float, size: int) -> tuple[float, float]:
+    """The clip norm with the smallest error of a difference, and how much it may cut off."""
+    error, likely = noise / math.sqrt(_HISTOGRAM), True
+    above = np.zeros(len(_MIDDLES))
+    for place, count in enumerate(counts[1:]):
+        likely = bool(count > (_LIKELY if likely else _SURE) * error)
+        above[place] = count * likely
+    cut = np.array([above @ np.maximum(0, _MIDDLES - clip) for clip in _EDGES])
     share = (1 - _HISTOGRAM) * (1 - _SQUARES)
-    noises = _EDGES * _longest(size) * noise * math.sqrt(2 / share)
-    return float(_EDGES[np.argmin(np.hypot(cut, noises))])
+    best = np.argmin(np.hypot(cut, _EDGES * _longest(size) * noise * math.sqrt(2 / share)))
+    return float(_EDGES[best]), float(cut[best])
 
 
 def _differences(
-    sums: Values, clip: float, noise: float, number: int
+    sums: Values, clip: float, cut: float, noise: float, number: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log scores minus that of the best model, and their standard errors."""
     regrets, bound = sums["sums"], clip * _longest(len(sums["sums"]))
@@ -353,4 +357,5 @@ def _differences(
     # The noise of these moments has this standard deviation, so they may be too small.
     unsure = 2 * bound**2 * noise / math.sqrt(_SQUARES)
     variance = 2 * (bound * noise) ** 2 / (1 - _SQUARES) + np.maximum(sampling, 0) + unsure
+    variance = variance + cut**2 / 3  # in favour of any model, at most so much
     return -lower, np.sqrt(variance) * (np.arange(len(own)) != best)
