@@ -63,7 +63,8 @@ class Selection(NamedTuple):
         scores: Log score of each model minus that of the best one, over all held-out records, in
             nats. Each record counts at most ``clip``.
         errors: Standard errors of these differences, with the noise of privacy.
-        clip: Largest difference of one record.
+        clip: Largest difference of one record, in nats. What is above it does not count, neither in
+            scores nor in errors.
         records: Number of held-out records.
         posteriors: The posterior of each model. Half of the records fitted it.
         privacy: What all of this spent together.
@@ -211,11 +212,11 @@ def select(
         return driver.total(draw_key, *held[0], **held[1])[0]
 
     counts = summed(_HISTOGRAM, 0, {"counts": jnp.zeros(len(_MIDDLES) + 1)}, _classes)["counts"]
-    clip, cut = _clip(counts, noise, size)
+    clip = _clip(counts, noise, size)
     share = 1 - _HISTOGRAM
     zeros = {"sums": jnp.zeros(size), "squares": jnp.zeros(size * (size + 1) // 2)}
     sums = summed(share, 1, zeros, _moments, jnp.float32(clip))
-    scores, errors = _differences(sums, clip, cut, noise / math.sqrt(share), number)
+    scores, errors = _differences(sums, clip, noise / math.sqrt(share), number)
     public = tuple({each for p in posteriors.values() for each in p.privacy.public})
     report = dataclasses.replace(report, public=public)
     for each in posteriors.values():
@@ -331,21 +332,21 @@ def _moments(regrets: Array, clip: Array) -> dict[str, Array]:
     return {"sums": sums, "squares": squares}
 
 
-def _clip(counts: np.ndarray, noise: float, size: int) -> tuple[float, float]:
-    """The clip norm with the smallest error of a difference, and how much it may cut off."""
+def _clip(counts: np.ndarray, noise: float, size: int) -> float:
+    """The clip norm with the smallest error of a difference, by noise and by what it cuts off."""
     error, likely = noise / math.sqrt(_HISTOGRAM), True
     above = np.zeros(len(_MIDDLES))
     for place, count in enumerate(counts[1:]):
         likely = bool(count > (_LIKELY if likely else _SURE) * error)
         above[place] = count * likely
-    cut = np.array([above @ np.maximum(0, _MIDDLES - clip) for clip in _EDGES])
+    cut = [above @ np.maximum(0, _MIDDLES - clip) for clip in _EDGES]
     share = (1 - _HISTOGRAM) * (1 - _SQUARES)
-    best = np.argmin(np.hypot(cut, _EDGES * _longest(size) * noise * math.sqrt(2 / share)))
-    return float(_EDGES[best]), float(cut[best])
+    noises = _EDGES * _longest(size) * noise * math.sqrt(2 / share)
+    return float(_EDGES[np.argmin(np.hypot(cut, noises))])
 
 
 def _differences(
-    sums: Values, clip: float, cut: float, noise: float, number: int
+    sums: Values, clip: float, noise: float, number: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log scores minus that of the best model, and their standard errors."""
     regrets, bound = sums["sums"], clip * _longest(len(sums["sums"]))
@@ -357,5 +358,4 @@ def _differences(
     # The noise of these moments has this standard deviation, so they may be too small.
     unsure = 2 * bound**2 * noise / math.sqrt(_SQUARES)
     variance = 2 * (bound * noise) ** 2 / (1 - _SQUARES) + np.maximum(sampling, 0) + unsure
-    variance = variance + cut**2 / 3  # in favour of any model, at most so much
     return -lower, np.sqrt(variance) * (np.arange(len(own)) != best)
