@@ -2,8 +2,9 @@
 
 from numpyro_dp import accounting, core, estimators, extend, mechanisms, plots, posterior, samplers
 from numpyro_dp.audit import audit, audit_run
-from numpyro_dp.columns import summarize_columns
 from numpyro_dp.fit import fit
+from numpyro_dp.formulas.columns import summarize_columns
+from numpyro_dp.formulas.regression import Regression, regression
 from numpyro_dp.laplace.check import check
 from numpyro_dp.laplace.dplaplace import DPLaplace
 from numpyro_dp.laplace.select import select
@@ -55,6 +56,7 @@ __all__ = [
     "PrivacyBudget",
     "PrivacyReport",
     "Privatised",
+    "Regression",
     "RegressionNetwork",
     "RunInterrupted",
     "RunResult",
@@ -73,6 +75,7 @@ __all__ = [
     "mechanisms",
     "plots",
     "posterior",
+    "regression",
     "samplers",
     "secret_key",
     "select",

@@ -29,6 +29,7 @@ from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.impossible import masks_around
 from numpyro_dp.model.outcomes import Outcomes, read_outcomes
 from numpyro_dp.model.public import UnsupportedModelError
+from numpyro_dp.model.records import is_finite
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.plan import PrivacyReport
@@ -259,7 +260,7 @@ def _entries(outcomes: Outcomes) -> Callable[[PyTree, Array, Arrays], dict[str, 
         (site,) = outcomes._sites(draws[0], example)
         for mask in masks_around(site["fn"]):
             good = good & jnp.all(mask)
-        good = good & jnp.isfinite(predicted)
+        good = good & jnp.isfinite(predicted) & is_finite(example)
         return {"table": jnp.where(good, row[:, None] * parts, 0)}
 
     return signal

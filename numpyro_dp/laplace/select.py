@@ -33,7 +33,7 @@ from numpyro_dp.laplace.signal import symmetric
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.frames import as_arrays
 from numpyro_dp.model.public import own_constants
-from numpyro_dp.model.records import RecordsProblem
+from numpyro_dp.model.records import RecordsProblem, is_finite
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.model.units import UNIT, split_unit
 from numpyro_dp.posterior.posterior import Posterior
@@ -146,7 +146,8 @@ def select(
         the unit's id, says which of the two reads it, never its values. So both together spend
         what one of them spends. A record adds one entry of 1 to the histogram. Its regrets and
         their squares are divided by their bounds and multiplied by weights whose squares sum to 1.
-        A record adds nothing if it is not possible in one of the models. The budget is charged
+        A record adds nothing if it is not possible in one of the models, or has a number that is
+        not finite. The budget is charged
         before any record is read.
     """
     if not isinstance(budget, PrivacyBudget):
@@ -306,7 +307,7 @@ def _regrets(
         return jax.nn.logsumexp(jax.vmap(one)(latents)) - math.log(_DRAWS)
 
     scores = jnp.stack([score(*each) for each in zip(models, latents, strict=True)])
-    good = ~jnp.any(jnp.isnan(scores)) & jnp.isfinite(jnp.max(scores))
+    good = ~jnp.any(jnp.isnan(scores)) & jnp.isfinite(jnp.max(scores)) & is_finite(example)
     return jnp.where(good, jnp.max(scores) - scores, 0), good
 
 

@@ -149,6 +149,15 @@ def has_finite_signal(problem: Any, signal: Callable[..., PyTree], params: Value
     return False
 
 
+def is_finite(example: Arrays) -> Array:
+    """Whether all numbers of a record are finite.
+
+    Some densities are finite where a column is not: that of 0 under ``Bernoulli(logits=nan)`` is 1.
+    """
+    floats = [leaf for leaf in example if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in floats]))
+
+
 def _identity_like(rows: np.ndarray) -> np.ndarray:
     """Returns identities if rows are square matrices, else the rows."""
     square = rows.ndim > 2 and rows.shape[-1] == rows.shape[-2]

@@ -18,13 +18,14 @@ FILES = sorted(ROOT.rglob("*.py"))
 # A module may import its own room and rooms of a lower floor. A new room needs a place here.
 FLOORS = (
     "_compat _lazy _validate", "_program _tree core", "model privacy sums", "run",
-    "audit chains columns posterior", "laplace vi",
-    "accounting estimators extend fit mechanisms samplers plots", "methods", "__init__",
+    "audit chains posterior", "laplace vi",
+    "accounting estimators extend fit mechanisms samplers plots", "formulas methods",
+    "__init__",
 )  # fmt: skip
 LEVELS = {room: level for level, floor in enumerate(FLOORS) for room in floor.split()}
 # Names of other rooms.
 FACES = {"accounting", "estimators", "extend", "mechanisms", "plots", "samplers"}
-NUMPYRO = {"_compat", "model", "run", "vi", "methods", "posterior", "laplace", "fit"}
+NUMPYRO = {"_compat", "model", "run", "vi", "methods", "posterior", "laplace", "fit", "formulas"}
 # Not below each other although their floors would let them.
 FORBIDDEN = {("vi.estimators", "privacy")}
 

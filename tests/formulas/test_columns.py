@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from numpyro_dp import Ledger, PrivacyBudget, summarize_columns
-from numpyro_dp.columns import _bound, _terms
+from numpyro_dp.formulas.columns import _bound, _terms
 
 RANGES = {"age": (0, 100), "income": (0.0, 2e5)}
 
