@@ -51,7 +51,7 @@ def test_the_code_runs_as_pasted(capsys):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("page", ["data.md", "moving.md", "settings.md"])
+@pytest.mark.parametrize("page", ["data.md", "moving.md", "regression.md", "settings.md"])
 def test_the_code_of_a_page_runs_as_pasted(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_code(f"docs/{page}", {"__name__": page})

@@ -19,13 +19,13 @@ from numpyro_dp.fit import fit
 from numpyro_dp.formulas.outcome_families import FAMILIES, OutcomeFamily, intercept, thresholds
 from numpyro_dp.formulas.terms import Codebook, Column, Formula, read_formula
 from numpyro_dp.posterior.posterior import Posterior
-from numpyro_dp.posterior.summary import table_lines
+from numpyro_dp.posterior.summary import interval, table_lines
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.statement import Statement
 
-_FIRST = "Intercept"
+_MIDDLE = "middle"  # site of the predictor in the middle of all columns
 _POINTS = 21  # of a range, for effects
-_DRAWS = 1000
+_DRAWS, _EFFECT_DRAWS = 4000, 1000
 Arrays = dict[str, np.ndarray]
 
 
@@ -73,7 +73,7 @@ class RegressionModel(NamedTuple):
             latents["thresholds"] = numpyro.sample("thresholds", thresholds(len(public)))
         else:
             first = intercept(family, public)
-            value = numpyro.sample(_FIRST, dist.Normal(middle + first.loc * scale,
+            value = numpyro.sample(_MIDDLE, dist.Normal(middle + first.loc * scale,
                                                        first.scale * scale))  # fmt: skip
             eta = eta + (value - middle) / scale
         for place, column in enumerate(formula.columns):
@@ -86,10 +86,8 @@ class RegressionModel(NamedTuple):
         place = len(formula.columns)
         for number, group in enumerate(formula.groups):
             categories = len(formula.codebook[group.by])
-            for column in group.columns:
-                label = "1" if column is None else column.label
+            for column, site in zip(group.columns, group.sites, strict=True):
                 unit = scale if column is None else column.unit * scale
-                site = f"{label}|{group.by}"
                 sd = numpyro.sample(f"sd({site})", dist.HalfNormal(family.slope * unit))
                 with numpyro.plate(f"categories of {site}", categories):
                     effects = jnp.asarray(numpyro.sample(site, dist.Normal(0.0, sd))) / unit
@@ -172,53 +170,65 @@ class Regression:
     def __init__(self, text: str, posterior: Posterior, model: RegressionModel) -> None:
         self._text, self.posterior, self.model = text, posterior, model
 
-    def table(self, prob: float = 0.9) -> list[dict[str, Any]]:
+    def table(self, prob: float = 0.9, groups: bool = False) -> list[dict[str, Any]]:
         """Returns a row for each coefficient, as for ``pandas.DataFrame``.
+
+        The intercept is the predictor where all numbers are 0 and all categories the first ones.
+        Other coefficients are for one unit of the variable.
 
         Args:
             prob: Mass of the intervals.
+            groups: Whether effects of single categories of groups are rows too.
         """
-        summary, ratio = self.posterior.summary(prob), self.model.family.ratio
+        draws = {n: np.asarray(x, np.float64) for n, x in
+                 self.posterior.sample(jax.random.key(0), _DRAWS).items()}  # fmt: skip
+        formula = self.model.formula
+        found = {column.label: draws[column.label] for column in formula.columns}
+        if _MIDDLE in draws:
+            shifts = (found[c.label] * c.centre / c.unit for c in formula.columns)
+            found = {"Intercept": draws[_MIDDLE] - sum(shifts)} | found
+        for group in formula.groups if groups else ():
+            for site in group.sites:
+                named = zip(formula.codebook[group.by], draws[site].T, strict=True)
+                found |= {f"{site}={category}": values for category, values in named}
+        ratio, summary = self.model.family.ratio, self.posterior.summary()
         rows = []
-        for column in (None, *self.model.formula.columns):
-            name = _FIRST if column is None else column.label
-            if name not in summary:
-                continue
-            own = {key: float(value) for key, value in summary[name].items()}
-            row = {"term": name} | own
-            row["positive"] = self.posterior.probability(lambda z, name=name: z[name] > 0)
-            if ratio and column is not None:
-                row |= {f"{ratio}{end}": math.exp(own[key]) for end, key in
-                        (("", "mean"), (", lower", "lower"), (", upper", "upper"))}  # fmt: skip
+        for term, values in found.items():
+            lower, upper = interval(values, prob)
+            row = {"term": term, "estimate": float(np.mean(values)), "sd": float(np.std(values)),
+                   "lower": float(lower), "upper": float(upper)}  # fmt: skip
+            if ratio and term != "Intercept":
+                row |= {ratio: math.exp(row["estimate"]), f"{ratio}, lower": math.exp(lower),
+                        f"{ratio}, upper": math.exp(upper)}  # fmt: skip
+            row["positive"] = float(np.mean(values > 0))
+            if term in summary:
+                row["prior_share"] = float(summary[term]["prior_share"])
             rows.append(row)
         return rows
 
     def __str__(self) -> str:
         """The formula, a line for each coefficient, other latents, and the posterior's verdict."""
-        family, formula = self.model.family, self.model.formula
-        ratio = family.ratio
-        lines = [["", "estimate", "90 % interval", *([ratio] if ratio else []), "P(> 0)", "prior"]]
-        for row in self.table():
+        family, rows = self.model.family, self.table()
+        ratio = [family.ratio] * bool(family.ratio)
+        lines = [["", "estimate", "90 % interval", *ratio, "P(> 0)", "share of the prior"]]
+        for row in rows:
             digits = max(0, 2 - math.floor(math.log10(max(row["sd"], 1e-12))))
-            values = [f"{row[key]:.{digits}f}" for key in ("mean", "lower", "upper")]
-            shown = [row["term"], values[0], f"{values[1]} to {values[2]}"]
-            if ratio:
-                shown.append(f"{row[ratio]:.3g}" if ratio in row else "")
-            share = row["prior_share"]
-            lines.append([*shown, f"{row['positive']:.2f}", f"{share:.2f}"])
+            value, low, high = (f"{row[key]:.{digits}f}" for key in ("estimate", "lower", "upper"))
+            ratios = [f"{row[name]:.3g}" if name in row else "" for name in ratio]
+            share = f"{row['prior_share']:.2f}" if "prior_share" in row else ""
+            lines.append([row["term"], value, f"{low} to {high}", *ratios,
+                          f"{row['positive']:.2f}", share])  # fmt: skip
         summary = self.posterior.summary()
-        others = [name for name in summary if name not in {row["term"] for row in self.table()}]
-        rest = [
-            f"{name} {float(summary[name]['mean']):.3g} ({float(summary[name]['lower']):.3g} to "
-            f"{float(summary[name]['upper']):.3g})"
-            for name in others if np.ndim(summary[name]["mean"]) == 0
+        others = {name: own for name, own in summary.items() if np.ndim(own["mean"]) == 0 and
+                  name not in {_MIDDLE, *(row["term"] for row in rows)}}  # fmt: skip
+        also = [
+            f"{name} {float(own['mean']):.3g} ({float(own['lower']):.3g} to "
+            f"{float(own['upper']):.3g})" for name, own in others.items()
         ]  # fmt: skip
         spent, *_, verdict = str(self.posterior).splitlines()
         text = [f"{self._text}, {family.link} link", *table_lines(lines)]
-        text += ["Also: " + ", ".join(rest)] * bool(rest)
-        middle = "where all variables are in the middle of their ranges"
-        text.append(f"{_FIRST}: {middle}. Other coefficients: for one unit of the variable.")
-        return "\n".join([*text, spent.split(", ", 1)[1], verdict]) if formula else ""
+        text += ["Also: " + ", ".join(also)] * bool(also)
+        return "\n".join(map(str.rstrip, [*text, spent.split(", ", 1)[1], verdict]))
 
     __repr__ = __str__
 
@@ -269,9 +279,8 @@ class Regression:
             one = of[0] if isinstance(of, list) else sum(of) / 2
             frame[other] = np.array(values if other == name else [one] * len(values))
         given = self.model.arguments(frame, outcome=False)
-        draws = self.posterior.sample(jax.random.key(0), _DRAWS)
-        zeros = {f"{'1' if c is None else c.label}|{g.by}" for g in formula.groups
-                 for c in g.columns}  # fmt: skip
+        draws = self.posterior.sample(jax.random.key(0), _EFFECT_DRAWS)
+        zeros = {site for group in formula.groups for site in group.sites}
 
         def expected(draw: dict[str, Array]) -> Array:
             latents = {n: jnp.zeros_like(x) if n in zeros else x for n, x in draw.items()}
@@ -356,7 +365,7 @@ def regression(
         ...                    progress_bar=False)
         >>> [row["term"] for row in found.table()]
         ['Intercept', 'age', 'sex=m']
-        >>> bool(0.03 < found.table()[1]["mean"] < 0.07)
+        >>> bool(0.03 < found.table()[1]["estimate"] < 0.07)
         True
 
     Guarantee:

@@ -3,10 +3,10 @@ r"""Formulas as columns of a matrix, by a codebook alone.
 The parser is formulaic's. It reads the text and no record. Each factor of a term becomes columns by
 what the codebook says:
 
-- a number v with the range (low, high): v, moved into the range, over half of the range's length;
-- a list of categories: a column of zeros and ones for each but the first, or for all of them where
-  the term would otherwise lose a direction (``a:b`` without ``a``);
-- ``bs(name, knots=[...], degree=3)``: the B-splines of the range, without the first;
+- a number with a range (low, high): the number, moved into it, over half of its length.
+- a list of categories: zeros and ones for each but the first. In ``a:b`` without ``a`` it is each,
+  because the term would otherwise lose a direction.
+- ``bs(name, knots=[...], degree=3)``: the B-splines of the range, without the first.
 - arithmetic of one number, such as ``log(age)`` or ``I(age**2)``.
 
 A term is the product of its factors. Its public centre, the product of the middles, is subtracted,
@@ -91,6 +91,11 @@ class Group(NamedTuple):
 
     by: str
     columns: tuple[Column | None, ...]
+
+    @property
+    def sites(self) -> list[str]:
+        """A name for the effects of each column, such as ``1|region``."""
+        return [f"{'1' if column is None else column.label}|{self.by}" for column in self.columns]
 
 
 class Formula(NamedTuple):

@@ -58,7 +58,7 @@ def test_the_predictor_is_that_of_formulaic(text, frame):
     rng = np.random.default_rng(1)
     latents = {name: rng.normal() * c.unit for name, c in
                zip(labels, model.formula.columns, strict=True)}  # fmt: skip
-    values = {n: jnp.float32(v) for n, v in (latents | {"Intercept": 0.3, "sigma": 1.0}).items()}
+    values = {n: jnp.float32(v) for n, v in (latents | {"middle": 0.3, "sigma": 1.0}).items()}
     fixed = handlers.seed(handlers.substitute(model, values), jax.random.key(0))
     middle, half = model.location
     eta = middle + half * handlers.trace(fixed).get_trace(**given)["y"]["fn"].loc
