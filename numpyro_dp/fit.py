@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -33,6 +34,16 @@ _STEPS, _BATCH, _CLIP = 2000, 1000, 1.0
 # Drivers of the last calls, because compiling their programs takes longer than a run.
 _kept: OrderedDict[Hashable, DPLaplace] = OrderedDict()
 _MOST_KEPT = 8
+# Keywords of other libraries and drivers, which would go to the model.
+_SLIPS = {
+    "eps": "Pass epsilon=.",
+    "target_epsilon": "Pass epsilon=.",
+    "seed": "Pass rng_key=jax.random.key(0).",
+    "key": "Pass rng_key=jax.random.key(0).",
+    "num_steps": "It chooses the number of steps. Use DPSVI to choose yourself.",
+    "clip_norm": "It chooses clip norms. Use DPSVI to choose yourself.",
+    "privacy": "Pass budget=, public= and max_rows_per_unit=, or use DPLaplace.",
+}
 
 
 def fit(
@@ -96,6 +107,7 @@ def fit(
     Guarantee:
         The guarantee of the driver, at this epsilon and delta.
     """
+    _check_keywords(model, kwargs)
     if (epsilon is None) == (budget is None) or (budget is not None and delta is not None):
         raise TypeError(
             "Expected either epsilon (and delta) or budget, got "
@@ -134,6 +146,13 @@ def fit(
     note = f"DPLaplace does not take this model: {reason.split('. ')[0]}."
     found.notes = (*found.notes, note)
     return found
+
+
+def _check_keywords(model: Callable[..., object], kwargs: Kwargs) -> None:
+    """Raises TypeError for a keyword that was meant for ``fit``."""
+    for slip, remedy in _SLIPS.items():
+        if slip in kwargs and slip not in inspect.signature(model).parameters:
+            raise TypeError(f"fit has no argument {slip!r}. {remedy}")
 
 
 def _with_programs(driver: DPLaplace, args: Args, kwargs: Kwargs) -> DPLaplace:

@@ -18,7 +18,7 @@ from models import mean_of
 from numpyro.infer import SVI, RenyiELBO, Trace_ELBO
 from numpyro.infer.autoguide import AutoNormal
 
-from numpyro_dp import DPSVI, BudgetError, PrivacyBudget, UnsupportedModelError, secret_key
+from numpyro_dp import DPSVI, BudgetError, PrivacyBudget, UnsupportedModelError, fit, secret_key
 from numpyro_dp.accounting import GDP, PLD, PRV, Best, UnsupportedEventError
 from numpyro_dp.core import Fold
 from numpyro_dp.estimators import aligned, vanilla
@@ -215,6 +215,11 @@ TABLE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "secret key too short": (lambda: secret_key(b"short"), V, "32 bytes | 5 bytes"),
     "secret key below 0": (lambda: secret_key(-1), V, ">= 0 | negative"),
     "rng key is a number": (lambda: run(rng_key=0), T, "rng_key | int | jax.random.key(0)"),
+    "eps for fit": (lambda: fit(model, X, eps=1.0, rng_key=KEY), T, "'eps' | epsilon="),
+    "steps for fit": (lambda: fit(model, X, epsilon=1.0, num_steps=9, rng_key=KEY), T,
+        "'num_steps' | Use DPSVI"),
+    "lists for fit": (lambda: fit(model, [[1.0], [2.0]], epsilon=1.0, rng_key=KEY), T,
+        "a list of lists | numpy.asarray"),
     # Calls.
     "no step": (lambda: run(0), V, "num_steps=0 | [1, "),
     "steps no integer": (lambda: run(1e3), T, "num_steps=1000.0 | integer"),

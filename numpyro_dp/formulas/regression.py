@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +28,14 @@ from numpyro_dp.privacy.statement import Statement
 _MIDDLE = "middle"  # site of the predictor in the middle of all columns
 _POINTS = 21  # of a range, for effects
 _DRAWS, _EFFECT_DRAWS = 4000, 1000
+# Models of the last calls: fit has compiled programs for each function that it knows.
+_kept: OrderedDict[str, RegressionModel] = OrderedDict()
+_MOST_KEPT = 8
 Arrays = dict[str, np.ndarray]
 
 
-class RegressionModel(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class RegressionModel:
     """A formula and a family as a NumPyro model. It holds public values alone.
 
     Attributes:
@@ -378,11 +384,11 @@ def regression(
             f"Expected codebook as a dict by column, got {type(codebook).__name__}. Write "
             '{"age": (18, 90), "sex": ["f", "m"]}.'
         )
-    read = read_formula(formula, codebook)
-    model = RegressionModel(read, FAMILIES[family], offset)
-    _check_outcome(model, family)
-    if offset and not isinstance(codebook.get(offset), tuple):
-        raise ValueError(f"The codebook has no range for the offset {offset!r}.")
+    key = repr((formula, sorted(codebook.items(), key=str), family, offset))
+    model = _kept.pop(key, None) or _model(formula, codebook, family, offset)
+    _kept[key] = model
+    while len(_kept) > _MOST_KEPT:
+        _kept.popitem(last=False)
     given: dict[str, Any] = model.arguments(frame)
     if unit is not None:
         given["unit"] = frame[unit]
@@ -392,6 +398,14 @@ def regression(
         max_rows_per_unit=max_rows_per_unit, **given,
     )  # fmt: skip
     return Regression(formula, posterior, model)
+
+
+def _model(formula: str, codebook: Codebook, family: str, offset: str) -> RegressionModel:
+    found = RegressionModel(read_formula(formula, dict(codebook)), FAMILIES[family], offset)
+    _check_outcome(found, family)
+    if offset and not isinstance(codebook.get(offset), tuple):
+        raise ValueError(f"The codebook has no range for the offset {offset!r}.")
+    return found
 
 
 def _check_outcome(model: RegressionModel, family: str) -> None:

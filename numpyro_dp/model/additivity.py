@@ -73,10 +73,14 @@ def check_additive(model: NumPyroFn, structure: ModelStructure, shared: Arrays, 
         ):
             joint, *alone = (sum(float(each[n]) for n in names) for each in (together, *parts))
             if not is_sum(joint, alone, _HALF_TOLERANCE if half else _TOLERANCE):
+                shapes = [shape for shape, _ in structure.layout.shapes]
+                hint = ""
+                if (1,) in shapes:  # beside a predictor of shape (N,) it stands for all pairs
+                    hint = "If an outcome y has the shape (N, 1), pass y[:, 0]. "
                 raise UnsupportedModelError(
                     f"The {what} depends on the number of records that the model gets at once "
                     f"(sites {list(names)}): it mixes records, as X.mean(0) does, or computes with "
-                    f"X.shape[0]. {_REMEDY}"
+                    f"X.shape[0]. {hint}{_REMEDY}"
                 )
 
 

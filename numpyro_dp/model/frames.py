@@ -35,6 +35,11 @@ def as_arrays(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
                 "it first. For a .npy file larger than the memory, pass "
                 "np.load(name, mmap_mode='r') and stream=True."
             )
+        if isinstance(value, list) and value and isinstance(value[0], list):
+            raise TypeError(
+                "Expected records as an array or a data frame, got a list of lists. Convert it "
+                "with numpy.asarray."
+            )
     if not any(map(_is_frame, jax.tree.leaves((args, kwargs)))):
         return args, kwargs
     if _is_frame(kwargs.get(UNIT)):  # ids may be texts
@@ -228,9 +233,11 @@ def _indicators(
         raise ValueError(f"The categories of {name!r} are not distinct: {categories}.")
     is_one = {category: np.asarray(values == category, bool) for category in categories}
     if not np.all(sum(is_one.values()) | lacking):
+        ends = len(categories) == 2 and all(isinstance(x, int | float) for x in categories)
+        hint = f" The ends of a range are a tuple: {tuple(categories)}." if ends else ""
         raise ValueError(
             f"The column {name!r} has values that are none of its categories {categories}. Add "
-            "them, or join them to a public category such as 'other'."
+            f"them, or join them to a public category such as 'other'.{hint}"
         )
     return {
         f"{name}={category}": np.where(lacking, np.nan, own)

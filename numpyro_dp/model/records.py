@@ -470,6 +470,8 @@ def _ambiguity(
                 "If it lists some of the records (missing rows, say), do not declare it public: "
                 f"pass a mask with one entry for each record instead. {how}"
             )
+        if shape[0] > number:
+            how += f" If the array with {number} rows has its records in columns, transpose it."
         return [
             f"Expected {number} rows (plate {plate!r}) in every argument array, got {place} of "
             f"shape {shape}. {how} {say}"
