@@ -21,7 +21,7 @@ from numpyro_dp.fit import fit
 from numpyro_dp.formulas.outcome_families import FAMILIES, OutcomeFamily, intercept, thresholds
 from numpyro_dp.formulas.terms import Codebook, Column, Formula, read_formula
 from numpyro_dp.posterior.posterior import Posterior
-from numpyro_dp.posterior.summary import interval, table_lines
+from numpyro_dp.posterior.summary import entry_name, interval, table_lines
 from numpyro_dp.privacy.budget import PrivacyBudget
 from numpyro_dp.privacy.statement import Statement
 
@@ -73,7 +73,7 @@ class RegressionModel:
         formula, family = self.formula, self.family
         middle, scale = self.location
         public = formula.codebook[formula.outcome[0]]
-        eta = jnp.zeros(X.shape[0]) if offset is None else offset
+        eta = jnp.zeros(X.shape[0]) if offset is None else offset / scale
         latents: dict[str, Any] = {}
         if family.outcome == "levels":
             latents["thresholds"] = numpyro.sample("thresholds", thresholds(len(public)))
@@ -113,6 +113,8 @@ class RegressionModel:
         columns += [c for group in formula.groups for c in group.columns if c is not None]
         values = [column.values(base) for column in columns]
         codes = [formula.codes(frame, group.by) for group in formula.groups]
+        if not outcome and any(np.any(each < 0) for each in codes):
+            raise ValueError("A row to predict has no category of a group. Give each row one.")
         found: Arrays = {}
         if outcome or self.family.outcome == "trials":
             found |= self._outcome(frame, outcome)
@@ -121,7 +123,8 @@ class RegressionModel:
         if self.offset:
             low, high = formula.codebook[self.offset]
             found["offset"] = (low + high) / 2 + (high - low) / 2 * self._ranged(frame, self.offset)
-        rows = len(next(iter((*values, *found.values())), ()))
+        first = frame[next(iter(frame))] if isinstance(frame, Mapping) else frame
+        rows = len(next(iter((*values, *found.values())), first))
         found["X"] = np.column_stack(values) if values else np.zeros((rows, 1))
         return {n: x.astype(np.float32 if x.dtype.kind == "f" else np.int32)
                 for n, x in found.items()}  # fmt: skip
@@ -189,14 +192,18 @@ class Regression:
         draws = {n: np.asarray(x, np.float64) for n, x in
                  self.posterior.sample(jax.random.key(0), _DRAWS).items()}  # fmt: skip
         formula = self.model.formula
-        found = {column.label: draws[column.label] for column in formula.columns}
-        if _MIDDLE in draws:
-            shifts = (found[c.label] * c.centre / c.unit for c in formula.columns)
-            found = {"Intercept": draws[_MIDDLE] - sum(shifts)} | found
+        named = {frozenset(f.label for f in c.factors): c.label for c in formula.columns}
+        found = {"Intercept": draws[_MIDDLE]} if _MIDDLE in draws else {}
+        found |= {column.label: np.zeros(_DRAWS) for column in formula.columns}
+        named[frozenset()] = "Intercept"
+        for column in formula.columns:
+            for labels, part in column.expanded.items():
+                if (term := named[labels]) in found:
+                    found[term] = found[term] + part * draws[column.label]
         for group in formula.groups if groups else ():
             for site in group.sites:
-                named = zip(formula.codebook[group.by], draws[site].T, strict=True)
-                found |= {f"{site}={category}": values for category, values in named}
+                each = zip(formula.codebook[group.by], draws[site].T, strict=True)
+                found |= {f"{site}={category}": values for category, values in each}
         ratio, summary = self.model.family.ratio, self.posterior.summary()
         rows = []
         for term, values in found.items():
@@ -204,10 +211,13 @@ class Regression:
             row = {"term": term, "estimate": float(np.mean(values)), "sd": float(np.std(values)),
                    "lower": float(lower), "upper": float(upper)}  # fmt: skip
             if ratio and term != "Intercept":
-                row |= {ratio: math.exp(row["estimate"]), f"{ratio}, lower": math.exp(lower),
-                        f"{ratio}, upper": math.exp(upper)}  # fmt: skip
+                with np.errstate(over="ignore"):
+                    ends = np.exp([row["estimate"], lower, upper]).tolist()
+                names = ratio, f"{ratio}, lower", f"{ratio}, upper"
+                row |= dict(zip(names, ends, strict=True))
             row["positive"] = float(np.mean(values > 0))
-            if term in summary:
+            # A term that others moved has no prior of its own.
+            if term in summary and np.array_equal(values, draws[term]):
                 row["prior_share"] = float(summary[term]["prior_share"])
             rows.append(row)
         return rows
@@ -225,11 +235,13 @@ class Regression:
             lines.append([row["term"], value, f"{low} to {high}", *ratios,
                           f"{row['positive']:.2f}", share])  # fmt: skip
         summary = self.posterior.summary()
-        others = {name: own for name, own in summary.items() if np.ndim(own["mean"]) == 0 and
-                  name not in {_MIDDLE, *(row["term"] for row in rows)}}  # fmt: skip
+        shown = {_MIDDLE, *(row["term"] for row in rows)}
+        shown |= {site for group in self.model.formula.groups for site in group.sites}
         also = [
-            f"{name} {float(own['mean']):.3g} ({float(own['lower']):.3g} to "
-            f"{float(own['upper']):.3g})" for name, own in others.items()
+            f"{entry_name(name, index)} {own['mean'][index]:.3g} ({own['lower'][index]:.3g} to "
+            f"{own['upper'][index]:.3g})"
+            for name, own in summary.items() if name not in shown
+            for index in np.ndindex(np.shape(own["mean"]))
         ]  # fmt: skip
         spent, *_, verdict = str(self.posterior).splitlines()
         text = [f"{self._text}, {family.link} link", *table_lines(lines)]
@@ -263,7 +275,8 @@ class Regression:
     def effects(self, name: str, prob: float = 0.9) -> dict[str, np.ndarray]:
         """Returns the expected outcome along one variable, the others in the middle of the range.
 
-        Categories of other variables are the first ones, and group effects are 0.
+        Categories of other variables are the first ones, and group effects are 0. For trials it is
+        the share of successes.
 
         Args:
             name: The variable.
@@ -294,7 +307,7 @@ class Regression:
             fn = handlers.trace(seeded).get_trace(**given)["y"]["fn"]
             if self.model.family.outcome == "levels":
                 return fn.probs @ jnp.arange(fn.probs.shape[-1])
-            return fn.mean
+            return fn.mean / given["other"] if "other" in given else fn.mean
 
         middle, half = self.model.location
         means = middle + half * np.asarray(jax.vmap(expected)(draws))
@@ -391,7 +404,10 @@ def regression(
         _kept.popitem(last=False)
     given: dict[str, Any] = model.arguments(frame)
     if unit is not None:
-        given["unit"] = frame[unit]
+        try:
+            given["unit"] = frame[unit]
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"The frame has no column {unit!r}, as unit= says.") from error
     posterior = fit(
         model, epsilon=epsilon, delta=delta, budget=budget, robust=robust,
         rng_key=jax.random.key(0) if rng_key is None else rng_key, progress_bar=progress_bar,
@@ -414,12 +430,23 @@ def _check_outcome(model: RegressionModel, family: str) -> None:
     name = outcome[0]
     public: Any = model.formula.codebook[name]
     kind = model.family.outcome
-    number = 2 if kind == "trials" else len(outcome) if kind == "time" else 1
-    if len(outcome) != number or len(outcome) > 2:
-        side = "cbind(successes, trials)" if kind == "trials" else "a column"
-        raise ValueError(f"Expected {side} on the left of a {family!r} formula, got {outcome}.")
+    call = model.formula.call
+    wanted = {"trials": ("cbind",), "time": ("", "Surv")}.get(kind, ("",))
+    if call not in wanted:
+        sides = {"": "a column", "cbind": "cbind(successes, trials)", "Surv": "Surv(time, event)"}
+        raise ValueError(
+            f"Expected {' or '.join(sides[each] for each in wanted)} on the left of a {family!r} "
+            f"formula, got {sides[call]}."
+        )
+    if call == "Surv":
+        event: Any = model.formula.codebook[outcome[1]]
+        if event != (0, 1) and not (isinstance(event, list) and len(event) == 2):
+            raise ValueError(
+                f"Expected the event {outcome[1]!r} as (0, 1), or as a list of two categories of "
+                f"which the second is the event, in the codebook, got {event!r}."
+            )
     levels = isinstance(public, list)
-    wanted = {
+    described = {
         "two": "(0, 1), or a list of two categories", "levels": "a list of three or more levels",
         "number": "a range", "positive": "a range from 0", "share": "the range (0, 1)",
         "count": "a range from 0", "time": "a range from 0", "trials": "a range from 0",
@@ -431,6 +458,6 @@ def _check_outcome(model: RegressionModel, family: str) -> None:
     }.get(kind, not levels and min(public) >= 0)  # fmt: skip
     if not fits:
         raise ValueError(
-            f"Expected the outcome {name!r} of a {family!r} regression with {wanted} in the "
+            f"Expected the outcome {name!r} of a {family!r} regression with {described} in the "
             f"codebook, got {public!r}."
         )

@@ -9,8 +9,8 @@ what the codebook says:
 - ``bs(name, knots=[...], degree=3)``: the B-splines of the range, without the first.
 - arithmetic of one number, such as ``log(age)`` or ``I(age**2)``.
 
-A term is the product of its factors. Its public centre, the product of the middles, is subtracted,
-because columns far from 0 go along with the intercept.
+A term is the product of its factors. Each factor is centred at its public middle, because columns
+far from 0 go along with the intercept. Coefficients are moved back afterwards.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.interpolate import BSpline
 
-from numpyro_dp.model.frames import design
+from numpyro_dp.model.frames import read_columns
 
 Codebook = Mapping[str, Any]
-_GROUP = re.compile(r"\+?\s*\(([^()|]*?)(\|\|?)\s*([A-Za-z_]\w*)\s*\)")
+_GROUP = re.compile(r"(^|\+)\s*\(((?:[^()|]|\([^()]*\))*?)(\|\|?)\s*([A-Za-z_]\w*)\s*\)")
 _FUNCTIONS = {"log": np.log, "log1p": np.log1p, "exp": np.exp, "sqrt": np.sqrt, "abs": np.abs}
+OWN_SITES = {"middle", "sigma", "shape", "precision", "thresholds", "y", "records"}
 _GRID = 201  # public points of a range, from which sizes and centres of curves are taken
 _READS_RECORDS = {
     "scale": "the standard deviation", "center": "the mean", "standardize": "the mean",
@@ -56,9 +57,16 @@ class Factor(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A column of the matrix: a product of factors, minus a public centre."""
+    """A column of the matrix: a product of factors.
+
+    Attributes:
+        factors: The factors.
+        centred: Whether each factor is centred. It is if the formula has all terms that this adds.
+            A product of factors far from 0 would go along with one of them.
+    """
 
     factors: tuple[Factor, ...]
+    centred: tuple[bool, ...]
 
     @property
     def label(self) -> str:
@@ -66,19 +74,36 @@ class Column(NamedTuple):
         return ":".join(each.label for each in self.factors)
 
     @property
-    def centre(self) -> float:
-        """What is subtracted."""
-        return math.prod(each.centre for each in self.factors)
-
-    @property
     def unit(self) -> float:
         """How much of the column a unit of each of its variables is."""
         return math.prod(each.unit for each in self.factors)
 
+    @property
+    def _constant(self) -> float:
+        return 0.0 if any(self.centred) else math.prod(each.centre for each in self.factors)
+
     def values(self, base: Mapping[str, np.ndarray]) -> np.ndarray:
         """The column of a data set."""
-        factors = [each.values(base) for each in self.factors]
-        return np.prod(factors, axis=0) - self.centre
+        pairs = zip(self.factors, self.centred, strict=True)
+        factors = [each.values(base) - each.centre * centred for each, centred in pairs]
+        return np.prod(factors, axis=0) - self._constant
+
+    @property
+    def expanded(self) -> dict[frozenset[str], float]:
+        """The terms of variables that are not centred: how much of each, for one unit of its own.
+
+        A term is given by the labels of its factors. The empty one is the intercept.
+        """
+        found = {frozenset[str](): -self._constant / self.unit}
+        places = [place for place, centred in enumerate(self.centred) if centred]
+        for number in range(len(places) + 1):
+            for left in itertools.combinations(places, number):
+                kept = [f for place, f in enumerate(self.factors) if place not in left]
+                moved = math.prod(-self.factors[place].centre for place in left)
+                part = moved * math.prod(f.unit for f in kept) / self.unit
+                labels = frozenset(f.label for f in kept)
+                found[labels] = found.get(labels, 0.0) + part
+        return found
 
 
 class Group(NamedTuple):
@@ -103,12 +128,14 @@ class Formula(NamedTuple):
 
     Attributes:
         outcome: The left side: a column, or two (time and event, successes and trials).
+        call: ``"Surv"`` or ``"cbind"`` if it has two, else "".
         columns: Columns of the matrix, without the intercept.
         groups: Group effects.
         codebook: What is public about each column that occurs.
     """
 
     outcome: tuple[str, ...]
+    call: str
     columns: tuple[Column, ...]
     groups: tuple[Group, ...]
     codebook: Codebook
@@ -116,8 +143,7 @@ class Formula(NamedTuple):
     def arrays(self, frame: Any, names: Iterable[str]) -> dict[str, np.ndarray]:
         """Base columns of a data set: by range in [-1, 1], by category as zeros and ones."""
         public = {name: self.codebook[name] for name in names}
-        matrix, found = design(frame, public, intercept=False) if public else (np.zeros((0, 0)), ())
-        return dict(zip(found, np.asarray(matrix, np.float64).T, strict=True))
+        return read_columns(frame, public) if public else {}
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -143,7 +169,6 @@ def read_formula(text: str, codebook: Codebook) -> Formula:
     """
     try:
         from formulaic import Formula as Parser
-        from formulaic.errors import FormulaSyntaxError
     except ImportError as error:
         raise ImportError(
             "Formulas need formulaic. Install numpyro-dp[formula], or write the NumPyro model and "
@@ -152,19 +177,26 @@ def read_formula(text: str, codebook: Codebook) -> Formula:
     if not isinstance(text, str) or text.count("~") != 1:
         raise ValueError(f"Expected a formula such as 'y ~ age + sex', got {text!r}.")
     left, right = text.split("~")
-    groups = [match.groups() for match in _GROUP.finditer(right)]
+    groups = [match.groups()[1:] for match in _GROUP.finditer(right)]
     plain = _GROUP.sub("", right).strip().lstrip("+").strip() or "1"
+    if power := re.search(r"\w+\s*(\*\*|\^)\s*\d", re.sub(r"[A-Za-z_]\w*\([^()]*\)", "", plain)):
+        raise ValueError(
+            f"{power[0]!r} is the variable itself in a formula. Write I(x**2) for a square, and "
+            "(a + b)**2 for interactions."
+        )
 
     def terms_of(side: str) -> list[tuple[str, ...]]:
         try:
             parsed: Any = Parser.from_spec(side)
-            return [tuple(str(f.expr) for f in term.factors) for term in parsed]
-        except (FormulaSyntaxError, AttributeError, TypeError) as error:
-            raise ValueError(f"{side.strip()!r} is not a formula: {error}.") from error
+            found = [tuple(str(f.expr).strip("`") for f in term.factors) for term in parsed]
+        except Exception as error:  # of the parser, which has several kinds
+            told = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split("\n")[0]
+            raise ValueError(f"{side.strip()!r} is not a formula: {told}") from error
+        return [tuple(_plain(each, codebook) for each in term) for term in found]
 
     if "|" in plain:
         raise ValueError(
-            f"Expected group effects as (1 | region) or (1 + x || region), got {plain!r}."
+            f"Expected group effects as '+ (1 | region)' or '+ (1 + x || region)', got {plain!r}."
         )
     terms = terms_of(plain)
     if ("1",) not in terms:
@@ -173,10 +205,11 @@ def read_formula(text: str, codebook: Codebook) -> Formula:
             "their ranges. Leave out '- 1' and '+ 0'."
         )
     columns = _columns([term for term in terms if term != ("1",)], codebook)
-    outcome = _outcome(left.strip(), codebook)
+    outcome, call = _outcome(left.strip(), codebook)
     found = []
     for side, bar, by in groups:
-        if not isinstance(codebook.get(by), list):
+        _check_known([by], codebook)
+        if not isinstance(codebook[by], list):
             raise ValueError(f"The codebook has no list of categories for the group {by!r}.")
         inner = terms_of(side.strip() or "1")
         slopes = _columns([term for term in inner if term != ("1",)], codebook)
@@ -187,14 +220,39 @@ def read_formula(text: str, codebook: Codebook) -> Formula:
             )
         first = (None,) * (("1",) in inner)
         found.append(Group(by, (*first, *slopes)))
-    return Formula(outcome, tuple(columns), tuple(found), codebook)
+    read = Formula(outcome, call, tuple(columns), tuple(found), codebook)
+    if both := sorted(set(outcome) & set(read.variables)):
+        raise ValueError(f"{both} cannot be the outcome and explain it.")
+    names = [c.label for c in columns] + [site for group in found for site in group.sites]
+    if twice := sorted({name for name in names if names.count(name) > 1 or name in OWN_SITES}):
+        raise ValueError(
+            f"The names {twice} stand for several coefficients, or for parts of the model. Leave "
+            f"out what is double, and give variables other names than {sorted(OWN_SITES)}."
+        )
+    return read
 
 
-def _outcome(left: str, codebook: Codebook) -> tuple[str, ...]:
-    call = re.fullmatch(r"(?:Surv|cbind|p)\(\s*(\w+)\s*,\s*(\w+)\s*\)", left)
-    names = call.groups() if call else (left,)
+def _plain(text: str, codebook: Codebook) -> str:
+    """A factor without ``C( )``, which is needed for categories in other languages."""
+    inner = re.fullmatch(r"C\(\s*(\w+)\s*\)", text)
+    if inner is None:
+        return text
+    _check_known([inner[1]], codebook)
+    if not isinstance(codebook[inner[1]], list):
+        raise ValueError(f"{text} needs a list of categories of {inner[1]!r} in the codebook.")
+    return inner[1]
+
+
+def _outcome(left: str, codebook: Codebook) -> tuple[tuple[str, ...], str]:
+    call = re.fullmatch(r"(Surv|cbind)\(\s*(\w+)\s*,\s*(\w+)\s*\)", left)
+    names = call.groups()[1:] if call else (left.strip("`"),)
+    if call is None and left not in codebook and "(" in left:
+        raise ValueError(
+            f"Expected a column, Surv(time, event) or cbind(successes, trials) on the left, got "
+            f"{left!r}. Transform the outcome before the run."
+        )
     _check_known(names, codebook)
-    return names
+    return names, call[1] if call else ""
 
 
 def _check_known(names: Iterable[str], codebook: Codebook) -> None:
@@ -203,6 +261,19 @@ def _check_known(names: Iterable[str], codebook: Codebook) -> None:
             f"The codebook says nothing about {missing}. Give a range (low, high) for numbers, and "
             "a list for categories. They are public, so do not take them from the records."
         )
+    for name in names:
+        public: Any = codebook[name]
+        if isinstance(public, list):
+            fits = len(set(public)) == len(public) > 1
+        else:
+            fits = isinstance(public, tuple) and len(public) == 2
+            fits = fits and all(isinstance(x, int | float | np.number) for x in public)
+            fits = fits and math.isfinite(public[1] - public[0]) and public[0] < public[1]
+        if not fits:
+            raise ValueError(
+                f"Expected (low, high) or a list of two or more categories for {name!r} in the "
+                f"codebook, got {public!r}."
+            )
 
 
 def _columns(terms: list[tuple[str, ...]], codebook: Codebook) -> list[Column]:
@@ -220,25 +291,47 @@ def _columns(terms: list[tuple[str, ...]], codebook: Codebook) -> list[Column]:
                 f"{':'.join(term)} needs the effects of its variables: write {' * '.join(term)}."
             )
         factors = [_factors(*pair, codebook) for pair in zip(term, full, strict=True)]
-        columns += [Column(product) for product in itertools.product(*factors)]
+        centred: list[str] = []
+        for expr in () if any(full) else term:
+            subsets = (
+                each for number in range(len(centred) + 1)
+                for each in itertools.combinations(centred, number)
+            )  # fmt: skip
+            if all(frozenset(term) - {expr, *each} in known for each in subsets):
+                centred.append(expr)
+        mask = tuple(expr in centred for expr in term)
+        columns += [Column(product, mask) for product in itertools.product(*factors)]
     return columns
 
 
 def _factors(text: str, full: bool, codebook: Codebook) -> list[Factor]:
     """The columns of one factor of a term."""
-    tree = ast.parse(text.strip("{}"), mode="eval").body
+    tree: Any = ast.fix_missing_locations(ast.Name(text, ast.Load()))
+    if text not in codebook:
+        try:
+            tree = ast.parse(text.strip("{}"), mode="eval").body
+        except SyntaxError as error:
+            _check_known([text], codebook)
+            raise ValueError(f"{text!r} is no arithmetic of a column.") from error
     called = getattr(getattr(tree, "func", None), "id", None)
     if called in _READS_RECORDS:
         raise ValueError(
             f"{text} would take {_READS_RECORDS[called]} from the records. Numbers are scaled by "
             "their range in the codebook already. For curves write bs(x, knots=[...])."
         )
-    if called in ("C", "I") and isinstance(tree, ast.Call) and len(tree.args) == 1:
+    if called == "offset":
+        raise ValueError("Pass the column of an offset as offset=, not in the formula.")
+    if called == "I" and len(tree.args) == 1:
         tree = tree.args[0]
         called = getattr(getattr(tree, "func", None), "id", None)
+    calls = {getattr(n.func, "id", "") for n in ast.walk(tree) if isinstance(n, ast.Call)}
+    if unknown := sorted(calls - {*_FUNCTIONS, "bs"}):
+        raise ValueError(
+            f"{text} has {unknown}, which is not supported in a formula. Use + - * / **, "
+            f"{sorted(_FUNCTIONS)} and bs(x, knots=[...]), or make the column before the run."
+        )
     names = sorted({
-        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id not in
-        (*_FUNCTIONS, "bs")
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id not in calls
     })  # fmt: skip
     _check_known(names, codebook)
     if len(names) != 1:
@@ -296,8 +389,8 @@ def _number(text: str, tree: ast.expr, name: str, public: tuple[float, float]) -
 def _compiled(text: str, tree: ast.expr, name: str) -> Callable[[np.ndarray], np.ndarray]:
     """A function of one number, made of arithmetic and a few functions."""
     allowed = (
-        ast.BinOp, ast.UnaryOp, ast.Name, ast.Load, ast.Constant, ast.Call, ast.operator,
-        ast.unaryop,
+        ast.BinOp, ast.UnaryOp, ast.Name, ast.Load, ast.Constant, ast.Call, ast.Add, ast.Sub,
+        ast.Mult, ast.Div, ast.Pow, ast.USub, ast.UAdd,
     )  # fmt: skip
     for node in ast.walk(tree):
         call = isinstance(node, ast.Call)
@@ -326,8 +419,13 @@ def _splines(text: str, tree: Any, name: str, public: tuple[float, float]) -> li
             f"Expected bs({name}, knots=[...]), got {text}. Knots are public: df= would take them "
             "from the records."
         )
-    knots = np.asarray(ast.literal_eval(given["knots"]), float)
-    degree = ast.literal_eval(given["degree"]) if "degree" in given else 3
+    try:
+        knots = np.asarray(ast.literal_eval(given["knots"]), float)
+        degree = ast.literal_eval(given["degree"]) if "degree" in given else 3
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"Expected the knots of {text} as numbers, such as [2, 5].") from error
+    if not isinstance(degree, int) or not 0 < degree < 6:
+        raise ValueError(f"Expected degree= of {text} as a whole number from 1 to 5.")
     low, high = public
     if knots.ndim != 1 or not np.all((low < knots) & (knots < high)):
         raise ValueError(f"Expected knots of {name!r} inside its range {public}, got {knots}.")

@@ -92,6 +92,15 @@ def design(frame: Any, columns: object, *, intercept: bool = True) -> Design:
         >>> design(frame, {"age": (0, 100), "sex": ["f", "m"]}).matrix.tolist()
         [[1.0, -0.6000000238418579, 0.0], [1.0, 0.20000000298023224, 1.0], [1.0, 1.0, 0.0]]
     """
+    parts = read_columns(frame, columns)
+    rows = len(next(iter(parts.values())))
+    first = {"intercept": np.ones(rows)} if intercept else {}
+    matrix = np.column_stack([*first.values(), *parts.values()]).astype(np.float32)
+    return Design(matrix, (*first, *parts))
+
+
+def read_columns(frame: Any, columns: object) -> dict[str, np.ndarray]:
+    """The columns of :func:`design` by name, in double precision."""
     if not isinstance(columns, Mapping) or not columns:
         raise TypeError(
             f"Expected columns as a dict by column, such as {{'age': (0, 100)}}, got {columns!r}."
@@ -121,10 +130,7 @@ def design(frame: Any, columns: object, *, intercept: bool = True) -> Design:
                 f"Expected a range (low, high) or a list of two or more categories for {name!r}, "
                 f"got {public!r}."
             )
-    rows = len(next(iter(parts.values())))
-    first = {"intercept": np.ones(rows)} if intercept else {}
-    matrix = np.column_stack([*first.values(), *parts.values()]).astype(np.float32)
-    return Design(matrix, (*first, *parts))
+    return parts
 
 
 def _is_frame(leaf: object) -> bool:
@@ -231,6 +237,9 @@ def _indicators(
     """A column of zeros and ones for each category but the first."""
     if len(set(categories)) < len(categories):
         raise ValueError(f"The categories of {name!r} are not distinct: {categories}.")
+    if values.dtype == object:
+        values = values.copy()
+        values[lacking] = None  # comparisons with missing values of pandas have no truth
     is_one = {category: np.asarray(values == category, bool) for category in categories}
     if not np.all(sum(is_one.values()) | lacking):
         ends = len(categories) == 2 and all(isinstance(x, int | float) for x in categories)

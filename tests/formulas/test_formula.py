@@ -17,7 +17,8 @@ from numpyro_dp.formulas.terms import _FUNCTIONS, read_formula
 CODEBOOK = {
     "y": (-3, 3), "a": (18, 90), "b": (0.5, 4), "s": ["f", "m"], "g": ["u", "v", "w"],
     "h": ["k", "l", "o", "p"], "n": (0, 50), "two": (0, 1), "level": ["low", "mid", "high"],
-    "share": (0, 1), "time": (0, 10), "event": ["no", "yes"], "trials": (0, 20), "off": (-1, 1),
+    "share": (0, 1), "time": (0, 10), "event": ["no", "yes"],
+    "texts": ("f", "m"), "one": ["x"], "sigma": (0, 1), "trials": (0, 20), "off": (-1, 1),
 }  # fmt: skip
 FORMULAS = [
     "a", "a + b", "s", "g", "a + s", "a * s", "a:s", "a + a:s", "s + a:s", "a * b", "a:b", "s * g",
@@ -31,7 +32,8 @@ FORMULAS = [
 def frame():
     rng, number = np.random.default_rng(0), 60
     found = {name: rng.uniform(*public, number) if isinstance(public, tuple)
-             else rng.choice(public, number) for name, public in CODEBOOK.items()}  # fmt: skip
+             else rng.choice(public, number) for name, public in CODEBOOK.items()
+             if name != "texts"}  # fmt: skip
     found["n"], found["trials"] = rng.poisson(2.0, number), rng.integers(5, 20, number)
     found["two"] = rng.integers(0, 2, number)
     return found
@@ -45,12 +47,12 @@ def named(label):
 
 @pytest.mark.parametrize("text", FORMULAS)
 def test_the_predictor_is_that_of_formulaic(text, frame):
-    """Up to a constant, because columns are centred, with coefficients per unit of a variable."""
+    """With coefficients per unit of a variable, moved to where all variables are 0."""
     formulaic, pandas = pytest.importorskip("formulaic"), pytest.importorskip("pandas")
     model = RegressionModel(read_formula(f"y ~ {text}", CODEBOOK), FAMILIES["normal"])
     given = {n: x for n, x in model.arguments(frame).items() if n != "y"}
     levels = {n: pandas.Categorical(frame[n], public) if isinstance(public, list) else frame[n]
-              for n, public in CODEBOOK.items()}  # fmt: skip
+              for n, public in CODEBOOK.items() if n in frame}  # fmt: skip
     matrix = formulaic.model_matrix(text, pandas.DataFrame(levels), context=_FUNCTIONS)
     matrix.columns = [named(name) for name in matrix.columns]
     labels = [column.label for column in model.formula.columns]
@@ -62,17 +64,28 @@ def test_the_predictor_is_that_of_formulaic(text, frame):
     fixed = handlers.seed(handlers.substitute(model, values), jax.random.key(0))
     middle, half = model.location
     eta = middle + half * handlers.trace(fixed).get_trace(**given)["y"]["fn"].loc
-    wanted = sum(latents[name] * matrix[name].to_numpy() for name in labels)
-    assert np.std(np.asarray(eta) - wanted) < 1e-4 * max(1, np.std(wanted))
+    raw = {frozenset(label.split(":")): label for label in labels}
+    moved = dict.fromkeys(labels, 0.0)  # as the table moves the centre of variables back to 0
+    constant = 0.3
+    for column in model.formula.columns:
+        for term, part in column.expanded.items():
+            if term:
+                moved[raw[term]] += part * latents[column.label]
+            else:
+                constant += part * latents[column.label]
+    wanted = constant + sum(moved[name] * matrix[name].to_numpy() for name in labels)
+    np.testing.assert_allclose(eta, wanted, atol=2e-4 * max(1, np.std(wanted)))
 
 
 def test_splines_have_public_knots(frame):
     read = read_formula("y ~ bs(b, knots=[1, 2])", CODEBOOK)
     assert [c.label for c in read.columns] == [f"bs(b)[{n}]" for n in range(1, 6)]
-    values = np.column_stack([c.values(read.arrays(frame, ["b"])) + c.centre for c in read.columns])
+    centres = [column.factors[0].centre for column in read.columns]
+    base = read.arrays(frame, ["b"])
+    values = np.column_stack([c.values(base) for c in read.columns]) + centres
     assert np.all(values >= -1e-6) and np.all(values.sum(1) <= 1 + 1e-6)
     ends = read.arrays({"b": np.array([0.5, 4.0, np.nan])}, ["b"])
-    last = read.columns[-1].values(ends) + read.columns[-1].centre
+    last = read.columns[-1].values(ends) + centres[-1]
     np.testing.assert_allclose(last[:2], [0, 1], atol=1e-6)
     assert np.isnan(last[2])
 
@@ -91,11 +104,29 @@ def test_splines_have_public_knots(frame):
     ("y ~ (1 | a)", "no list of categories"),
     ("y ~ a | g", "Expected group effects as"),
     ("y ~ log(s)", "is no number"),
+    ("y ~ a**2", "Write I.x..2. for a square"),
+    ("y ~ a^2", "for a square"),
+    ("y ~ I(a^2)", "not supported"),
+    ("y ~ C(a)", "needs a list"),
+    ("y ~ y + a", "cannot be the outcome"),
+    ("y ~ g + (1 | g) + (1 | g)", "stand for several"),
+    ("y ~ bs(a, knots=[30]) + bs(a, knots=[40])", "stand for several"),
+    ("y ~ bs(a, knots=[30], degree=1.5)", "whole number"),
+    ("y ~ bs(a, knots=k)", "codebook says nothing|as numbers"),
+    ("y ~ a (1 | g)", "Expected group effects"),
+    ("y ~ offset(a)", "as offset="),
+    ("y ~ log10(b)", "not supported"),
+    ("log(y) ~ a", "Transform the outcome"),
+    ("y ~ .", "is not a formula|codebook"),
+    ("y ~ my var", "is not a formula"),
+    ("y ~ texts", "Expected .low, high. or a list"),
+    ("y ~ one", "Expected .low, high. or a list"),
+    ("y ~ sigma", "stand for several"),
     ("y ~ I(a + b)", "Expected one column"),
     ("y ~ I(a.mean())", "not supported"),
-    ("y ~ I(open('x'))", "codebook says nothing about"),
+    ("y ~ I(open('x'))", "not supported"),
     ("y ~ s:g", "write s . g"),
-    ("y ~ I(__import__('os'))", "codebook says nothing"),
+    ("y ~ I(__import__('os'))", "not supported"),
     ("y ~ log(off)", "constant or not finite"),
     ("y ~ a +", "is not a formula"),
     ("a + b", "Expected a formula"),
@@ -110,6 +141,7 @@ def test_hostile_formulas_are_refused(text, says):
     ("level", "bernoulli", "two categories"), ("y", "poisson", "a range from 0"),
     ("n", "beta", "the range"), ("s", "ordinal", "three or more levels"),
     ("n", "binomial", "cbind"), ("Surv(time, event)", "normal", "a column"),
+    ("cbind(n, trials)", "weibull", "Surv"), ("Surv(time, n)", "weibull", "the event"),
     ("y", "cauchy", "family"),
 ])  # fmt: skip
 def test_outcomes_must_fit_the_family(left, family, says, frame):
