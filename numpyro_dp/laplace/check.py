@@ -32,6 +32,7 @@ from numpyro_dp.model.public import UnsupportedModelError
 from numpyro_dp.model.records import is_finite
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.budget import PrivacyBudget
+from numpyro_dp.privacy.keys import check_rng_key
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.sampling import FullBatch
 from numpyro_dp.run.driver import OneSum
@@ -181,6 +182,7 @@ def check(
             "Expected check(posterior, *args, budget=PrivacyBudget(...)) with a Posterior, got "
             f"{type(posterior).__name__} and {type(budget).__name__}. Take result.posterior."
         )
+    check_rng_key(rng_key)
     source = posterior._known_source()
     args, kwargs = as_arrays(args, kwargs)
     structure = privacy.given_model(source.fn, {}).structure(args, kwargs)
@@ -190,8 +192,8 @@ def check(
     if not one or outcomes.censored or outcomes.weighted:
         raise UnsupportedModelError(
             "check compares one number a record with its prediction. This model has several "
-            "outcomes a record, a censored one, or weights. Compare summaries of "
-            "posterior.predict instead."
+            "outcomes a record (such as the rows of a unit), a censored one, or weights. Compare "
+            "summaries of posterior.predict instead."
         )
     draw_key, edge_key, run_key = jax.random.split(rng_key, 3)
     latents = source.unconstrained(posterior.sample(draw_key, _DRAWS))

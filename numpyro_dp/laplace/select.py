@@ -26,34 +26,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from scipy.special import ndtri
 
 from numpyro_dp.core import Args, Arrays, Kwargs, PyTree, Values
 from numpyro_dp.laplace.dplaplace import DPLaplace
 from numpyro_dp.laplace.signal import symmetric
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.frames import as_arrays
+from numpyro_dp.model.outcomes import Outcomes
 from numpyro_dp.model.public import own_constants
 from numpyro_dp.model.records import RecordsProblem, is_finite
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.model.units import UNIT, split_unit
 from numpyro_dp.posterior.posterior import Posterior
 from numpyro_dp.privacy.budget import PrivacyBudget
-from numpyro_dp.privacy.keys import check_rng_key
+from numpyro_dp.privacy.keys import check_rng_key, keys_of_run
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.privacy.sampling import FullBatch
 from numpyro_dp.run.driver import OneSum
 from numpyro_dp.run.settings import Privacy, RunSettings, without
-from numpyro_dp.run.state import RunIdentity, charge, plan_for, report_for
+from numpyro_dp.run.state import RunIdentity, charge, plan_for, report_for, secret_of
 
 _DRAWS = 100  # of each posterior
-_MOST = 10  # models
+_MOST, _FEWEST_RECORDS = 10, 100  # models, records
+_HALVES = 1000  # number of the key of the halves, next to those of runs
 # Bounds of the classes of the histogram, in nats, which are the clip norms to choose from.
 _EDGES = 2.0 ** np.arange(8)
 _MIDDLES = np.append(np.sqrt(_EDGES[:-1] * _EDGES[1:]), 1.5 * _EDGES[-1])
 _HISTOGRAM, _SQUARES = 0.15, 0.1  # parts of the budget, the rest for the regrets
 # Standard errors of a count that is believed, and of one next to a class that is believed.
 _SURE, _LIKELY = 2.5, 1.5
-_WIDTH = 1.645  # of 90 % intervals, in standard errors
+_MISSED = 0.1  # how often an interval of any two models misses their difference, at most
 
 
 class Selection(NamedTuple):
@@ -78,6 +81,12 @@ class Selection(NamedTuple):
     privacy: PrivacyReport
 
     @property
+    def _width(self) -> float:
+        """Half length of simultaneous 90 % intervals, in standard errors (Bonferroni)."""
+        pairs = len(self.scores) * (len(self.scores) - 1) / 2
+        return float(ndtri(1 - _MISSED / 2 / pairs))
+
+    @property
     def best(self) -> str:
         """Name of the model with the highest log score."""
         return max(self.scores, key=self.scores.__getitem__)
@@ -85,9 +94,9 @@ class Selection(NamedTuple):
     def __str__(self) -> str:
         """A line for each model, best first, and what was spent."""
         width = max(map(len, self.scores)) + 2
-        lines = [f"{'':{width}}log score, 90 % interval of the difference"]
+        lines = [f"{'':{width}}log score, simultaneous 90 % interval of the difference"]
         for name in sorted(self.scores, key=self.scores.__getitem__, reverse=True):
-            score, half = self.scores[name], _WIDTH * self.errors[name]
+            score, half = self.scores[name], self._width * self.errors[name]
             apart = name == self.best or score + half < 0
             told = "best" if name == self.best else f"{score:.1f} ({score - half:.1f} to "
             told += "" if name == self.best else f"{score + half:.1f})"
@@ -112,13 +121,13 @@ def select(
         models: From 2 to 10 NumPyro models that take the same arguments, by name or in a list.
         *args: Arguments of the models, with the records.
         budget: Epsilon and delta to spend in all, such as ``ledger.budget(1.0, purpose="choice")``.
-        rng_key: Key of the halves and of draws from the posteriors, not of noise.
+        rng_key: Key of draws from the posteriors, neither of noise nor of the halves.
         privacy: As for :class:`~numpyro_dp.DPLaplace`.
         **kwargs: Keyword arguments of the models.
 
     Raises:
-        TypeError, ValueError: If models or budget are none, or the models split the arguments in
-            different ways.
+        TypeError, ValueError: If models or budget are none, there are fewer than 100 records, or
+            the models have other outcomes or split the arguments in different ways.
         UnsupportedModelError: If ``DPLaplace`` does not take a model. No budget is spent.
         BudgetError: If earlier runs have spent the budget.
 
@@ -142,13 +151,13 @@ def select(
         With the noise multiplier s of a single Gaussian release under the budget, each of M fits
         has the multiplier :math:`s \sqrt{M}`, and the histogram and the sums of scores
         :math:`s / \sqrt{.15}` and :math:`s / \sqrt{.85}`. So the fits together are one Gaussian
-        mechanism of multiplier s, and the scores another. The place of a record, or a keyed hash of
-        the unit's id, says which of the two reads it, never its values. So both together spend
-        what one of them spends. A record adds one entry of 1 to the histogram. Its regrets and
-        their squares are divided by their bounds and multiplied by weights whose squares sum to 1.
-        A record adds nothing if it is not possible in one of the models, or has a number that is
-        not finite. The budget is charged
-        before any record is read.
+        mechanism of multiplier s, and the scores another. Secret coins say which of the two reads a
+        record, by its place or the id of its unit, never by its values. So both together spend what
+        one of them spends. A record adds one entry of 1 to the histogram. Its regrets and their
+        squares are divided by their bounds and multiplied by weights whose squares sum to 1. A
+        record adds nothing if it is not possible in one of the models, or has a number that is not
+        finite. The numbers of records in both halves are public. The budget is charged before any
+        record enters a computation.
     """
     if not isinstance(budget, PrivacyBudget):
         raise TypeError(f"Expected budget=PrivacyBudget(...), got {type(budget).__name__}.")
@@ -157,27 +166,35 @@ def select(
     own = without(privacy, "select", "mechanism", "loss_release", "noise_multiplier")
     args, kwargs = as_arrays(args, kwargs)
     structure = own.given_model(next(iter(named.values())), {}).structure(args, kwargs)
-    split_key, draw_key, *fit_keys = jax.random.split(rng_key, 2 + len(named))
-    fitted, held = _halves(structure, args, kwargs, split_key)
+    if structure.layout.num_examples < _FEWEST_RECORDS:
+        raise ValueError(
+            f"Expected at least {_FEWEST_RECORDS} records (or units) to compare models, got "
+            f"{structure.layout.num_examples}."
+        )
+    draw_key, *fit_keys = jax.random.split(rng_key, 1 + len(named))
     settings = RunSettings(clip_norm=1.0, sampler=FullBatch(), budget=budget, privacy=own)
+    # The secret of this call. Later calls on the same records have another one.
+    secret = keys_of_run(secret_of(settings), budget.earlier)[0]
+    fitted, held = _halves(structure, args, kwargs, jax.random.fold_in(secret, _HALVES))
     report = _report(settings, structure)
     noise = report.noise_multiplier
 
     def part(share: float, number: int) -> Privacy:
         """The settings of one run that has this share of the budget."""
-        secret = own.secret_key
-        secret = None if secret is None else jax.random.fold_in(secret, number)
+        given = own.secret_key is not None
         return dataclasses.replace(
-            own, noise_multiplier=noise / math.sqrt(share), secret_key=secret
-        )
+            own, noise_multiplier=noise / math.sqrt(share),
+            secret_key=jax.random.fold_in(secret, number) if given else None,
+        )  # fmt: skip
 
     drivers = {
         name: DPLaplace(fn, privacy=part(1 / len(named), number))
         for number, (name, fn) in enumerate(named.items())
     }
     # Refuses a model before the budget is touched.
-    read = [driver._prepared_for(*fitted)[1].outcomes.model for driver in drivers.values()]
-    _check_alike(named, [each.structure for each in read])
+    outcomes = [driver._prepared_for(*fitted)[1].outcomes for driver in drivers.values()]
+    _check_alike(named, outcomes)
+    read = [each.model for each in outcomes]
     charge(settings, lambda: [report])
     posteriors = {
         name: driver.run(key, *fitted[0], progress_bar=False, **fitted[1])
@@ -218,9 +235,11 @@ def select(
     zeros = {"sums": jnp.zeros(size), "squares": jnp.zeros(size * (size + 1) // 2)}
     sums = summed(share, 1, zeros, _moments, jnp.float32(clip))
     scores, errors = _differences(sums, clip, noise / math.sqrt(share), number)
-    public = tuple({each for p in posteriors.values() for each in p.privacy.public})
-    report = dataclasses.replace(report, public=public)
+    reports = [each.privacy for each in posteriors.values()]
+    public = tuple(dict.fromkeys(each for r in reports for each in r.public))
+    report = dataclasses.replace(report, public=public, timed=any(r.timed for r in reports))
     for each in posteriors.values():
+        each.privacy = report  # so that later budgets count all of this call
         each.notes = (*each.notes, "Half of the records fitted it, with a part of select's budget.")
     return Selection(
         dict(zip(named, scores, strict=True)), dict(zip(named, errors, strict=True)), clip,
@@ -237,7 +256,8 @@ def _named(models: object) -> dict[str, Callable[..., object]]:
         for number, fn in enumerate(models if isinstance(models, Sequence) else (), start=1):
             name = getattr(fn, "__name__", f"model {number}")
             found[name if name not in found else f"{name}, model {number}"] = fn
-    if not 2 <= len(found) <= _MOST or not all(map(callable, found.values())):
+    given = len(models) if isinstance(models, Mapping | Sequence) else 0
+    if not 2 <= len(found) <= _MOST or len(found) < given or not all(map(callable, found.values())):
         raise TypeError(
             f"Expected models as a list or dict of 2 to {_MOST} NumPyro models, got "
             f"{type(models).__name__} with {len(found)}. Write select([one, other], X, y, ...)."
@@ -245,12 +265,23 @@ def _named(models: object) -> dict[str, Callable[..., object]]:
     return found
 
 
-def _check_alike(named: Mapping[str, object], structures: list[ModelStructure]) -> None:
-    for name, each in zip(named, structures, strict=True):
-        if each.layout != structures[0].layout:
+def _check_alike(named: Mapping[str, object], outcomes: list[Outcomes]) -> None:
+    """Raises ValueError if models split the arguments, or observe them, in different ways."""
+    layout = outcomes[0].model.structure.layout
+    seen = []
+    for name, each in zip(named, outcomes, strict=True):
+        if each.model.structure.layout != layout:
             raise ValueError(
                 f"The model {name} splits the arguments into records and public values in another "
                 "way than the first one. Give all models the same arguments and plates."
+            )
+        values = [each.own(tuple(x[0] for x in rows)) for rows in layout.invented_records(1)]
+        flat = [sorted(np.ravel(x).astype(float).tolist() for x in own.values()) for own in values]
+        seen.append(flat)
+        if flat != seen[0]:
+            raise ValueError(
+                f"The model {name} observes other values than the first one. Log scores of other "
+                "outcomes, or of a transformed one, cannot be compared."
             )
 
 
@@ -328,7 +359,8 @@ def _moments(regrets: Array, clip: Array) -> dict[str, Array]:
     regrets = jnp.minimum(regrets, clip)
     centred = (regrets - jnp.mean(regrets)) / (clip * _longest(regrets.size))
     rows, columns = np.triu_indices(regrets.size)
-    products = centred[rows] * centred[columns] * np.where(rows == columns, 1, math.sqrt(2))
+    (twice,) = own_constants(np.where(rows == columns, 1, math.sqrt(2)).astype(np.float32))
+    products = centred[rows] * centred[columns] * twice
     sums, squares = math.sqrt(1 - _SQUARES) * centred, math.sqrt(_SQUARES) * products
     return {"sums": sums, "squares": squares}
 

@@ -76,9 +76,11 @@ class Driver(abc.ABC):
     Attributes:
         reads_model: Whether ``structure`` reads a NumPyro model. Without one, the constructor
             refuses settings that only a model gives a meaning.
+        records_of_model: Whether ``structure`` returns the records of a model alone.
     """
 
     reads_model: ClassVar[bool] = True
+    records_of_model: ClassVar[bool] = False
     method: Method
     settings: RunSettings
 
@@ -486,7 +488,7 @@ class Driver(abc.ABC):
     ) -> SensitiveState:
         structure = self.structure(args, kwargs) if structure is None else structure
         settings = self.settings
-        if isinstance(structure, Records):
+        if isinstance(structure, Records) and not self.records_of_model:
             without(settings.privacy, self.name, *OF_MODELS)
         # First, so that a plan that exceeds the budget raises before anything is compiled.
         plan = plan_for(settings, structure.layout.num_examples, num_steps)
@@ -597,6 +599,8 @@ class OneSum(Driver):
         zeros: Zeros of the shape of each entry of the signal.
         signal: ``(public, key, record) -> entries``.
     """
+
+    records_of_model: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -10,7 +10,9 @@ from scipy.special import logsumexp
 from scipy.stats import norm
 
 from numpyro_dp import Ledger, Privacy, PrivacyBudget, UnsupportedModelError, select
-from numpyro_dp.laplace.select import _classes, _halves, _longest, _moments
+from numpyro_dp.laplace import select as selecting
+from numpyro_dp.laplace.select import _HALVES, _classes, _halves, _longest, _moments
+from numpyro_dp.privacy.keys import as_secret_key, keys_of_run
 
 N, KEY = 2000, jax.random.key(1)
 QUIET = PrivacyBudget(1e4, 1e-3)
@@ -26,6 +28,13 @@ def large(x, y=None):
     w = numpyro.sample("w", dist.Normal(0, 1).expand([2]).to_event(1))
     with numpyro.plate("people", x.shape[0]):
         numpyro.sample("y", dist.Normal(x @ w, 1.0), obs=y)
+
+
+def halves_of(records, secret):
+    """The halves of a call with this secret key."""
+    structure = Privacy().given_model(large, {}).structure(records, {})
+    key = jax.random.fold_in(keys_of_run(as_secret_key(secret), ())[0], _HALVES)
+    return [args for args, _ in _halves(structure, records, {}, key)]
 
 
 @pytest.fixture(scope="module")
@@ -73,10 +82,12 @@ def test_halves_keep_units_together_whoever_else_is_there():
 @pytest.mark.full
 def test_scores_are_those_of_the_held_out_half(records):
     x, y = records
-    found = select({"large": large, "small": small}, x, y, budget=QUIET, rng_key=KEY)
+    found = select(
+        {"large": large, "small": small}, x, y, budget=QUIET, rng_key=KEY,
+        privacy=Privacy(secret_key=5),
+    )  # fmt: skip
     assert found.best == "large" and found.records == N // 2
-    structure = Privacy().given_model(large, {}).structure(records, {})
-    (_, _), ((x, y), _) = _halves(structure, records, {}, jax.random.split(KEY, 4)[0])
+    _, (x, y) = halves_of(records, 5)
     scores = {}
     for name, posterior in found.posteriors.items():
         w = np.asarray(posterior.sample(jax.random.key(7), 2000)["w"])
@@ -90,8 +101,17 @@ def test_scores_are_those_of_the_held_out_half(records):
 
 
 @pytest.mark.full
-def test_it_is_charged_once_and_each_half_spends_all(records, tmp_path):
-    ledger = Ledger(tmp_path / "ledger", PrivacyBudget(2.0, 1e-4))
+def test_it_is_charged_once_and_each_half_spends_all(records, tmp_path, monkeypatch):
+    ledger, noises = Ledger(tmp_path / "ledger", PrivacyBudget(2.0, 1e-4)), []
+    for name in ("DPLaplace", "OneSum"):
+        made = getattr(selecting, name)
+
+        def watched(*args, made=made, **kwargs):
+            driver = made(*args, **kwargs)
+            noises.append(driver.settings.privacy.noise_multiplier)
+            return driver
+
+        monkeypatch.setattr(selecting, name, watched)
     bad = np.array(records[1])
     bad[: N // 3] = np.nan
     found = select(
@@ -100,19 +120,35 @@ def test_it_is_charged_once_and_each_half_spends_all(records, tmp_path):
     (row,) = ledger.table()
     assert row["purpose"] == "choice" and 0.95 < row["epsilon"] <= 1.0
     assert found.privacy.epsilon <= 1.0 and found.privacy.in_ledger
-    noises = [p.privacy.noise_multiplier for p in found.posteriors.values()]
-    together = sum(noise**-2 for noise in noises) ** -0.5
-    assert together == pytest.approx(found.privacy.noise_multiplier, rel=1e-5)
-    assert together >= found.privacy.noise_multiplier
+    for half in (noises[:2], noises[2:]):
+        together = sum(noise**-2 for noise in half) ** -0.5
+        assert together == pytest.approx(found.privacy.noise_multiplier, rel=1e-5)
+    assert all(each.privacy is found.privacy for each in found.posteriors.values())
     assert all(np.isfinite(list(found.scores.values())))
 
 
 @pytest.mark.full
+def test_persons_public_arguments_and_a_named_plate(records, tmp_path):
+    def shifted(x, table, y=None):
+        small(x, None if y is None else y - table[0])
+
+    def other(x, table, y=None):
+        large(x, None if y is None else y - table[0])
+
+    ledger = Ledger(tmp_path / "ledger", PrivacyBudget(2.0, 1e-4))
+    privacy = Privacy(public=["table"], data_plate="people", max_rows_per_unit=2, secret_key=1)
+    found = select(
+        [shifted, other], records[0], np.zeros(30, "f4"), records[1], unit=np.arange(N) // 2,
+        budget=ledger.budget(1.0, purpose="choice"), rng_key=KEY, privacy=privacy,
+    )  # fmt: skip
+    assert found.best == "other" and 400 < found.records < 600
+    assert found.privacy.max_rows == 2 and len(ledger.entries) == 1
+    assert [each.place for each in found.privacy.public if "table" in each.place]
+
+
+@pytest.mark.full
 def test_a_held_out_record_does_not_touch_the_fits(records):
-    structure = Privacy().given_model(large, {}).structure(records, {})
-    key = jax.random.split(KEY, 4)[0]
-    numbers = np.arange(N, dtype="f4")
-    (_, ((_, held), _)) = _halves(structure, (records[0], numbers), {}, key)
+    _, (_, held) = halves_of((records[0], np.arange(N, dtype="f4")), 11)
     found = []
     for changed in (False, True):
         y = np.array(records[1])
@@ -139,9 +175,15 @@ def test_refusals_come_before_the_charge(records, tmp_path):
             b = numpyro.sample("b", dist.Normal(0, 1))
             numpyro.sample("y", dist.Normal(b, 1.0), obs=y)
 
-    def other(x, y=None):
-        small(x, y)
+    def in_cents(x, y=None):
+        small(x, None if y is None else 100 * y)
 
+    with pytest.raises(ValueError, match="observes other values"):
+        select([small, in_cents], *records, **given)
+    with pytest.raises(ValueError, match="at least 100 records"):
+        select([small, large], records[0][:99], records[1][:99], **given)
+    with pytest.raises(TypeError, match="2 to 10 NumPyro models"):
+        select({1: small, "1": large}, *records, **given)
     with pytest.raises(UnsupportedModelError):
         select([small, local], *records, **given)
     with pytest.raises(TypeError, match="2 to 10 NumPyro models"):
