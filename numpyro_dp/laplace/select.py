@@ -235,7 +235,7 @@ def select(
     zeros = {"sums": jnp.zeros(size), "squares": jnp.zeros(size * (size + 1) // 2)}
     sums = summed(share, 1, zeros, _moments, jnp.float32(clip))
     scores, errors = _differences(sums, clip, noise / math.sqrt(share), number)
-    reports = [each.privacy for each in posteriors.values()]
+    reports = [p.privacy for p in posteriors.values() if isinstance(p.privacy, PrivacyReport)]
     public = tuple(dict.fromkeys(each for r in reports for each in r.public))
     report = dataclasses.replace(report, public=public, timed=any(r.timed for r in reports))
     for each in posteriors.values():
