@@ -1,5 +1,7 @@
 """The norms of scores next to what the model says."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from models import given, slopes
 
 from numpyro_dp import DPLaplace, Privacy, PrivacyBudget
+from numpyro_dp.laplace.schedule import schedule
 from numpyro_dp.laplace.shells import SHELLS, WEIGHTS, clip_norms, joined
 from numpyro_dp.laplace.tail import SIZES, Tail, sizes
 
@@ -171,3 +174,21 @@ def test_a_wrong_distribution_is_told_and_a_right_one_is_not(model, outcome, wro
     found = [fitted(model, outcome, number).diagnose() for number in (1, 2)]
     told = ["misfit" in [each.name for each in one.findings] for one in found]
     assert told == [wrong, wrong]
+
+
+def test_records_far_out_may_be_very_far():
+    """Without a usual shape the classes say how far, and without them little is assumed."""
+    near, away = np.zeros(SIZES), np.zeros(SIZES)
+    near[[1, 3, 6]], away[[1, 5, 6]] = (-20, 20, 20), (-20, 20, 20)
+    sharp = [read(counts, 2.0) for counts in (near, away)]
+    assert sharp[1].bias(2.0, 4, N) > 3 * sharp[0].bias(2.0, 4, N) > 0
+    blurred = [read(counts, np.where(np.arange(SIZES) == 6, 2.0, 60.0)) for counts in (near, away)]
+    assert blurred[1].bias(2.0, 4, N) < 1.5 * blurred[0].bias(2.0, 4, N)
+
+
+def test_the_tail_has_more_of_a_budget_that_leaves_little_noise():
+    few, many = (schedule(mu, 4, 3000, tail=True) for mu in (0.2, 1.0))
+    for plan in (few, many):
+        np.testing.assert_allclose(math.fsum(plan.shares), 1)
+    tails = [sum(part[5] for part in plan.parts) for plan in (few, many)]
+    assert 0.05 < tails[0] < 0.07 and 0.13 < tails[1] < 0.16
