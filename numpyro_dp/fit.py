@@ -199,6 +199,9 @@ def _computed(
         scaled = [(site["scale"], site["fn"].log_prob(site["value"])) for site in draws]
         return scaled, [site["value"] for site in trace.values()]
 
-    shapes = [jax.ShapeDtypeStruct(leaves[place].shape, leaves[place].dtype) for place in places]
+    # As JAX takes them: it would warn about 64 bits.
+    dtypes = [jax.dtypes.canonicalize_dtype(leaves[place].dtype) for place in places]
+    shapes = [jax.ShapeDtypeStruct(leaves[place].shape, kind)
+              for place, kind in zip(places, dtypes, strict=True)]  # fmt: skip
     program = traced(densities, (jax.random.key(0), shapes), ())[0]
     return program, tuple(sites)

@@ -215,6 +215,10 @@ def _stop_at_interrupt() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, usual)
 
 
+_READING = "{desc} [{elapsed}]"
+_RUNNING = "{bar:20} {unit} {n_fmt} of {total_fmt}{postfix} [{elapsed}, {remaining} left] {desc}"
+
+
 @contextlib.contextmanager
 def opened_bar(shown: bool, total: int | None = None, unit: str = "step") -> Iterator[Any]:
     """Yields a progress bar that says what a run does before its first step, or ``None``."""
@@ -223,7 +227,8 @@ def opened_bar(shown: bool, total: int | None = None, unit: str = "step") -> Ite
         return
     from tqdm.auto import tqdm  # NumPyro's choice. Imported here, because the import is slow
 
-    with tqdm(total=total, desc="reading the model", unit=unit) as bar:
+    form = _READING if total is None else _RUNNING
+    with tqdm(total=total, desc="reading the model", unit=unit, bar_format=form) as bar:
         yield bar
 
 
@@ -251,7 +256,7 @@ def with_bar(
             return report.epsilon
         return min(spent, report.epsilon)
 
-    bar.total, bar.initial, bar.n = total, done, done
+    bar.total, bar.initial, bar.n, bar.bar_format = total, done, done, _RUNNING
     bar.set_description_str("compiling the step")  # until the first call returns
     start, spent, cost = time.perf_counter(), 0.0, 0.1  # seconds: all bounds, the next bound
     for call in calls:

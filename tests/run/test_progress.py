@@ -47,11 +47,11 @@ def run_mcmc(x, chains=1):
 def test_a_bar_reads_compiles_and_counts(run, capsys):
     privacy = run(X)
     lines = re.split(r"[\r\n]+", capsys.readouterr().err.strip())
-    first, last = [line.split(":")[0] for line in lines], lines[-1]
-    assert first[0] == "reading the model"
-    assert "compiling the step" in first
-    assert last.startswith("100%")
-    done, total = map(int, re.search(r"(\d+)/(\d+) ", last).groups())
+    last = lines[-1]
+    assert "reading the model" in lines[0]
+    assert any("compiling the step" in line for line in lines)
+    assert not any("?release" in line or "?step" in line for line in lines)
+    done, total = map(int, re.search(r"(\d+) of (\d+)", last).groups())
     # A report of stages counts as many as there may be.
     assert done == total <= privacy.num_steps
     assert done == privacy.num_steps or run is run_fit
@@ -61,7 +61,7 @@ def test_a_bar_reads_compiles_and_counts(run, capsys):
 @pytest.mark.full
 def test_a_bar_of_several_chains_ends(capsys):
     run_mcmc(X, chains=2)
-    assert "30/30" in re.split(r"[\r\n]+", capsys.readouterr().err.strip())[-1]
+    assert "30 of 30" in re.split(r"[\r\n]+", capsys.readouterr().err.strip())[-1]
 
 
 @pytest.mark.full
