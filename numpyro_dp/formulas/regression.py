@@ -413,7 +413,8 @@ def regression(
         rng_key=jax.random.key(0) if rng_key is None else rng_key, progress_bar=progress_bar,
         max_rows_per_unit=max_rows_per_unit, **given,
     )  # fmt: skip
-    return Regression(formula, posterior, model)
+    names = {site: codebook[g.by] for g in model.formula.groups for site in g.sites}
+    return Regression(formula, posterior.named(**names), model)
 
 
 def _model(formula: str, codebook: Codebook, family: str, offset: str) -> RegressionModel:

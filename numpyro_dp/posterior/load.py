@@ -134,4 +134,4 @@ def _made(about: dict[str, Any], arrays: dict[str, Any]) -> Posterior:
         likelihood=likelihood,
     )  # fmt: skip
     found.__dict__.update(_fixed_draws=draws, _prior_shares=shares)  # equal summaries
-    return found
+    return found.named(**about.get("coords", {}))

@@ -12,13 +12,14 @@ is as wide as the prior.
 
 from __future__ import annotations
 
+import copy
 import functools
 import html
 import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,6 +45,7 @@ from numpyro_dp.posterior.saved import write_file
 from numpyro_dp.posterior.summary import (
     PosteriorSummary,
     count_of,
+    entry_name,
     entry_rows,
     interval,
     table_lines,
@@ -89,6 +91,7 @@ class Posterior:
         method: One line that describes the method.
         notes: Warnings and remarks for the reader.
         released: Further released values, such as parameters and iterates of the run.
+        coords: Names of the entries of sites, by site. See :meth:`named`.
 
     Example:
         >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, optax
@@ -147,6 +150,7 @@ class Posterior:
         source: Any = None,
     ) -> None:
         self.released: Values = {} if released is None else released
+        self.coords: dict[str, tuple[str, ...]] = {}
         self._params = {} if params is None else params
         self._public, self._densities = public, densities
         self._likelihood, self._source = likelihood, source
@@ -154,6 +158,43 @@ class Posterior:
         self._converged = converged
         self.privacy, self.method, self.notes = privacy, method, tuple(notes)
         self._model, self._draws, self._prior, self._unconstrain = model, draws, prior, unconstrain
+
+    def named(self, **coords: Sequence[object]) -> Posterior:
+        """Returns the same posterior with names for the entries of some sites.
+
+        Print, summary, ArviZ and the saved file show them, and ``evidence`` knows them.
+
+        Args:
+            **coords: Public names for the entries of a site with one dimension, such as
+                ``w=design.names``.
+
+        Raises:
+            ValueError: If there is no such site, or the number of names is another, or two are
+                equal.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, numpyro, numpyro.distributions as dist, numpyro_dp
+            >>> def model(x):
+            ...     mean = numpyro.sample("mean", dist.Normal(0, 1).expand([2]).to_event(1))
+            ...     with numpyro.plate("records", x.shape[0]):
+            ...         numpyro.sample("x", dist.Normal(mean, 1).to_event(1), obs=x)
+            >>> posterior = numpyro_dp.fit(model, jnp.ones((2000, 2)), epsilon=1.0,
+            ...                            rng_key=jax.random.key(0))
+            >>> named = posterior.named(mean=["height", "weight"])
+            >>> [line.split()[0] for line in str(named).splitlines()[3:5]]
+            ['mean[height]', 'mean[weight]']
+        """
+        for site, names in coords.items():
+            shape = np.shape(self._moments[site]["mean"]) if site in self._moments else None
+            if shape != (len(names),) or len({*map(str, names)}) < len(names):
+                raise ValueError(
+                    f"Expected different names for the entries of a site with one dimension, got "
+                    f"{site}={list(names)}. The sites are "
+                    f"{ {n: np.shape(m['mean']) for n, m in self._moments.items()} }."
+                )
+        found = copy.copy(self)
+        found.coords = self.coords | {n: tuple(map(str, names)) for n, names in coords.items()}
+        return found
 
     def sample(self, rng_key: Array, num_samples: int) -> dict[str, Array]:
         """Draws the global latent sites, in the model's own units.
@@ -282,6 +323,7 @@ class Posterior:
         found = source.with_model(fn, likelihood).with_prior(
             likelihood, rng_key, self.privacy, method, self.notes, self._converged, kept
         )
+        found.coords = dict(self.coords)
         found.warn()
         return found
 
@@ -294,7 +336,8 @@ class Posterior:
         fixed latents must not depend on other latents.
 
         Args:
-            fixed: Values by site, or by entry such as ``{"w[2]": 0.0}``.
+            fixed: Values by site, or by entry such as ``{"w[2]": 0.0}``, or ``{"w[age]": 0.0}`` if
+                entries have names (:meth:`named`).
             **sites: Values by site, such as ``w=0``.
 
         Raises:
@@ -304,7 +347,14 @@ class Posterior:
         Guarantee:
             Reads released values and the model.
         """
-        return evidence(self._model_prior, self.likelihood, {**(fixed or {}), **sites})
+        places = {
+            entry_name(site, (number,), self.coords): entry_name(site, (number,))
+            for site, names in self.coords.items() for number in range(len(names))
+        }  # fmt: skip
+        given = {
+            places.get(name, name): value for name, value in {**(fixed or {}), **sites}.items()
+        }
+        return evidence(self._model_prior, self.likelihood, given)
 
     def compare(self, **models: Mapping[str, ArrayLike]) -> dict[str, float]:
         """Returns probabilities of nested models, all equally probable before.
@@ -370,7 +420,7 @@ class Posterior:
             found[name] = self._moments[name] | {
                 "lower": lower, "upper": upper, "prior_share": share
             }  # fmt: skip
-        return PosteriorSummary(found, prob)
+        return PosteriorSummary(found, prob, self.coords)
 
     def diagnose(self) -> Diagnosis:
         """Returns what is wrong with this posterior, from released and public values alone.
@@ -398,7 +448,10 @@ class Posterior:
             ImportError: If ArviZ is not installed.
             TypeError, ValueError: If ``num_samples`` is not an integer above 0.
         """
-        return to_arviz(self.sample(jax.random.key(0), num_samples), self.privacy)
+        named = {f"{site} names": list(names) for site, names in self.coords.items()}
+        dims = {site: [f"{site} names"] for site in self.coords}
+        draws = self.sample(jax.random.key(0), num_samples)
+        return to_arviz(draws, self.privacy, coords=named or None, dims=dims or None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the posterior to a file, which you may publish. :func:`~numpyro_dp.load` reads it.
@@ -440,6 +493,7 @@ class Posterior:
             "findings": [[f.name, bool(f.bad), f.text] for f in self._findings],
             "privacy": json.loads(statement.to_json()), "model": self._densities(),
             "public": None if self._public is None else self._public.to_json(),
+            "coords": {site: list(names) for site, names in self.coords.items()},
         }  # fmt: skip
         parts = [
             ("draws", self._fixed_draws), ("shares", self._prior_shares),
@@ -464,7 +518,7 @@ class Posterior:
         shares = self._prior_shares
         sites = {name: own | {"prior_share": shares[name]} for name, own in self._moments.items()}
         most = min(_MOST_ROWS, max(_FEWEST_ROWS, free))
-        entries = list(itertools.islice(entry_rows(sites, ("mean", "sd")), most))
+        entries = list(itertools.islice(entry_rows(sites, ("mean", "sd"), self.coords), most))
         private = math.isfinite(self.privacy.epsilon)
         spent = "NOT PRIVATE: epsilon is infinite"
         if private:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from numpyro_dp._validate import check_real
 
+Names = Mapping[str, Sequence[str]]
 _SHOWN, _SHOWN_KEYS = 60, ("mean", "sd", "lower", "upper")
 
 
@@ -19,6 +22,7 @@ class PosteriorSummary(dict[str, dict[str, np.ndarray]]):
     Args:
         sites: ``{"mean", "sd", "lower", "upper", "prior_share"}`` by site.
         prob: Mass of the intervals.
+        coords: Names of the entries of sites with one dimension.
 
     Attributes:
         prob: Mass of the intervals.
@@ -38,16 +42,33 @@ class PosteriorSummary(dict[str, dict[str, np.ndarray]]):
 
     prob: float
 
-    def __init__(self, sites: dict[str, dict[str, np.ndarray]], prob: float) -> None:
+    def __init__(
+        self, sites: dict[str, dict[str, np.ndarray]], prob: float, coords: Names | None = None
+    ) -> None:
         super().__init__(sites)
-        self.prob = prob
+        self.prob, self._coords = prob, coords or {}
+
+    def to_frame(self) -> Any:
+        """Returns a ``pandas.DataFrame`` with a row for each entry of a site.
+
+        Raises:
+            ImportError: If pandas is not installed.
+        """
+        import pandas
+
+        rows = {
+            entry_name(name, index, self._coords): {k: float(v[index]) for k, v in site.items()}
+            for name, site in self.items()
+            for index in np.ndindex(site["mean"].shape)
+        }
+        return pandas.DataFrame.from_dict(rows, orient="index")
 
     def __str__(self) -> str:
         """The table, or its first 60 rows."""
         tail = 50 * (1 - self.prob)
         header = ["", "mean", "sd", _percent(tail), _percent(100 - tail), "prior share"]
         total = sum(site["mean"].size for site in self.values())
-        rows = itertools.islice(entry_rows(self, _SHOWN_KEYS), _SHOWN)
+        rows = itertools.islice(entry_rows(self, _SHOWN_KEYS, self._coords), _SHOWN)
         lines = table_lines([header, *rows])
         if total > _SHOWN:
             lines.append(f"... and {total - _SHOWN} more rows, by site.")
@@ -67,20 +88,28 @@ def count_of(number: int) -> str:
     return "1 latent" if number == 1 else f"{number} latents"
 
 
-def entry_name(name: str, index: tuple[int, ...]) -> str:
-    """The name of one entry of a site, such as ``w[0,1]``."""
+def entry_name(name: str, index: tuple[int, ...], coords: Names = MappingProxyType({})) -> str:
+    """The name of one entry of a site, such as ``w[0,1]``, or ``w[age]`` if entries have names."""
+    if name in coords:
+        return f"{name}[{coords[name][index[0]]}]"
     return name + (f"[{','.join(map(str, index))}]" if index else "")
 
 
 def entry_rows(
-    sites: Mapping[str, Mapping[str, np.ndarray]], keys: Sequence[str]
+    sites: Mapping[str, Mapping[str, np.ndarray]],
+    keys: Sequence[str],
+    coords: Names = MappingProxyType({}),
 ) -> Iterator[list[str]]:
     """A row of a table for each entry: its name, its values by key, and the share of the prior."""
     for name, site in sites.items():
         for index in np.ndindex(site["mean"].shape):
             at = {key: float(value[index]) for key, value in site.items()}
             share = "-" if math.isnan(at["prior_share"]) else f"{at['prior_share']:.2f}"
-            yield [entry_name(name, index), *(_shown(at[key], at["sd"]) for key in keys), share]
+            yield [
+                entry_name(name, index, coords),
+                *(_shown(at[key], at["sd"]) for key in keys),
+                share,
+            ]
 
 
 def _percent(value: float) -> str:
