@@ -112,7 +112,7 @@ def test_a_streamed_run_is_resumed_by_one_that_is_not(capsys):
     svi = driver(num_steps=9)
     whole = svi.run(KEY, 9, *data(), progress_bar=False)
     part = svi.run(KEY, 4, *data(), stream=True)
-    assert "4/4" in capsys.readouterr().err
+    assert "step 4 of 4" in capsys.readouterr().err
     rest = svi.run(KEY, 5, *data(), progress_bar=False, init_state=part.state)
     np.testing.assert_allclose(rest.params["auto_loc"], whole.params["auto_loc"], rtol=1e-5)
 
