@@ -171,6 +171,12 @@ class Regression:
     Attributes:
         posterior: The :class:`~numpyro_dp.Posterior` of all latents, in the variables' own units.
         model: The NumPyro model, to read and to call.
+
+    Example:
+        See :func:`regression` for a run.
+
+        >>> found.effects("age")["mean"]  # doctest: +SKIP
+        >>> found.posterior.evidence({"age": 0.0}).probability  # doctest: +SKIP
     """
 
     posterior: Posterior
