@@ -64,7 +64,7 @@ class RegressionModel:
     def __call__(
         self,
         X: Array,
-        codes: Array | None = None,
+        codes: Any = None,  # an array, if the formula has groups
         other: Array | None = None,
         offset: Array | None = None,
         y: Array | None = None,
@@ -97,7 +97,6 @@ class RegressionModel:
                 sd = numpyro.sample(f"sd({site})", dist.HalfNormal(family.slope * unit))
                 with numpyro.plate(f"categories of {site}", categories):
                     effects = jnp.asarray(numpyro.sample(site, dist.Normal(0.0, sd))) / unit
-                assert codes is not None
                 found = effects[codes[:, number]]
                 if column is not None:
                     found, place = found * X[:, place], place + 1
