@@ -51,31 +51,31 @@ def _censored(make: Callable[[Array, Latents], Any]) -> Callable[[Array, Latents
 
 _SCALE = {"sigma": dist.HalfNormal(1.0)}
 FAMILIES = {
-    "normal": OutcomeFamily("number", "identity", "", 1.0, _SCALE,
+    "normal": OutcomeFamily("number", "identity", "", 2.0, _SCALE,
                      lambda eta, z, _: dist.Normal(eta, z["sigma"])),
-    "student": OutcomeFamily("number", "identity", "", 1.0, _SCALE,
+    "student": OutcomeFamily("number", "identity", "", 2.0, _SCALE,
                       lambda eta, z, _: dist.StudentT(4.0, eta, z["sigma"])),
-    "bernoulli": OutcomeFamily("two", "logit", "odds ratio", 1.5, {},
+    "bernoulli": OutcomeFamily("two", "logit", "odds ratio", 4.0, {},
                         lambda eta, z, _: dist.Bernoulli(logits=eta)),
-    "binomial": OutcomeFamily("trials", "logit", "odds ratio", 1.5, {},
+    "binomial": OutcomeFamily("trials", "logit", "odds ratio", 4.0, {},
                        lambda eta, z, n: dist.Binomial(n, logits=eta)),
-    "poisson": OutcomeFamily("count", "log", "rate ratio", 1.0, {},
+    "poisson": OutcomeFamily("count", "log", "rate ratio", 3.0, {},
                       lambda eta, z, _: dist.Poisson(jnp.exp(eta))),
     "negative binomial": OutcomeFamily(
-        "count", "log", "rate ratio", 1.0, {"shape": dist.Exponential(1.0)},
+        "count", "log", "rate ratio", 3.0, {"shape": dist.Exponential(1.0)},
         lambda eta, z, _: dist.NegativeBinomial2(jnp.exp(eta), z["shape"])),
     "gamma": OutcomeFamily(
-        "positive", "log", "ratio of means", 1.0, {"shape": dist.Gamma(2.0, 0.5)},
+        "positive", "log", "ratio of means", 3.0, {"shape": dist.Gamma(2.0, 0.5)},
         lambda eta, z, _: dist.Gamma(z["shape"], z["shape"] * jnp.exp(-eta))),
     "beta": OutcomeFamily(
-        "share", "logit", "odds ratio", 1.5, {"precision": dist.Gamma(2.0, 0.1)}, _beta),
+        "share", "logit", "odds ratio", 4.0, {"precision": dist.Gamma(2.0, 0.1)}, _beta),
     "weibull": OutcomeFamily(
-        "time", "log", "ratio of times", 1.0, {"shape": dist.LogNormal(0.3, 0.5)},
+        "time", "log", "ratio of times", 3.0, {"shape": dist.LogNormal(0.3, 0.5)},
         _censored(lambda eta, z: dist.Weibull(jnp.exp(eta), z["shape"]))),
     "lognormal": OutcomeFamily(
-        "time", "log", "ratio of times", 1.0, _SCALE,
+        "time", "log", "ratio of times", 3.0, _SCALE,
         _censored(lambda eta, z: dist.LogNormal(eta, z["sigma"]))),
-    "ordinal": OutcomeFamily("levels", "logit", "odds ratio", 1.5, {},
+    "ordinal": OutcomeFamily("levels", "logit", "odds ratio", 4.0, {},
                       lambda eta, z, _: dist.OrderedLogistic(eta, z["thresholds"])),
 }  # fmt: skip
 
@@ -89,5 +89,5 @@ def thresholds(levels: int) -> Any:
 def intercept(family: OutcomeFamily, public: Any) -> Any:
     """The prior of the predictor in the middle of all ranges."""
     if family.outcome in ("positive", "time"):
-        return dist.Normal(math.log(public[1] / 2), 2.0)
-    return dist.Normal(0.0, 1.0 if family.outcome == "number" else 2.5)
+        return dist.Normal(math.log(public[1] / 2), 5.0)
+    return dist.Normal(0.0, 2.0 if family.outcome == "number" else 5.0)

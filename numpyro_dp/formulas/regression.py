@@ -94,7 +94,7 @@ class RegressionModel:
             categories = len(formula.codebook[group.by])
             for column, site in zip(group.columns, group.sites, strict=True):
                 unit = scale if column is None else column.unit * scale
-                sd = numpyro.sample(f"sd({site})", dist.HalfNormal(family.slope * unit))
+                sd = numpyro.sample(f"sd({site})", dist.HalfNormal(family.slope / 2 * unit))
                 with numpyro.plate(f"categories of {site}", categories):
                     effects = jnp.asarray(numpyro.sample(site, dist.Normal(0.0, sd))) / unit
                 found = effects[codes[:, number]]
@@ -369,9 +369,10 @@ def regression(
         rng_key: Key of draws from the posterior, not of noise. By default a fixed one.
         progress_bar: As for ``fit``.
 
-    Priors: a coefficient has a normal prior around 0, with a standard deviation of 1 (1.5 for logit
-    links) when its variable goes through half of its range. For ``"normal"`` and ``"student"`` the
-    outcome counts in halves of its range too. ``fit.model`` is the NumPyro model.
+    Priors: a coefficient has a normal prior around 0, with a standard deviation of 4 (logit
+    links) or 3 (logarithms) when its variable goes through half of its range. Few records use all
+    of a range, so this is weak. For ``"normal"`` and ``"student"`` it is 2, and the outcome counts
+    in halves of its range too. ``fit.model`` is the NumPyro model.
 
     Raises:
         ImportError: If formulaic is not installed.
