@@ -14,6 +14,7 @@ are those of the sets, rounded outwards.
 """
 
 import concurrent.futures
+import json
 import math
 import multiprocessing
 import os
@@ -334,10 +335,14 @@ def main():
     parser.add_argument("--epsilons", nargs="*", type=float, default=[0.3, 1.0, 3.0])
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--each", default=os.devnull, help="a line a row; a run goes on with it")
     args = parser.parse_args()
     wanted = ["Wells", "Cowles"] if args.quick else args.only
     specs = [spec for spec in SETS + LATER if not wanted or spec[1] in wanted]
     seeds = 1 if args.quick else args.seeds
+    done = pathlib.Path(args.each)
+    rows = [json.loads(line) for line in done.read_text().splitlines()] if done.is_file() else []
+    known = {(row["formula"], row["family"]) for row in rows}
     # The processes inherit these: one core each.
     os.environ |= {
         "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1",
@@ -345,8 +350,13 @@ def main():
     }
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(args.processes, context) as pool:
-        jobs = [pool.submit(rows_of, spec, seeds, args.epsilons) for spec in specs]
-        rows = [row for job in jobs for row in job.result()]
+        jobs = [pool.submit(rows_of, spec, seeds, args.epsilons) for spec in specs
+                if spec[2:] not in known]  # fmt: skip
+        for job in concurrent.futures.as_completed(jobs):
+            rows += job.result()
+            with done.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in job.result())
+    rows = [row for spec in specs for row in rows if (row["formula"], row["family"]) == spec[2:]]
     groups = sorted({(row["later"], row["epsilon"]) for row in rows})
     save(args, rows=rows, totals=[total_of(rows, *group) for group in groups])
 
