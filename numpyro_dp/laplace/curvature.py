@@ -90,6 +90,16 @@ class Stage:
         """Which entries of the curvature were released (d, d)."""
         return pairs_of(self.groups)
 
+    @cached_property
+    def size_factor(self) -> np.ndarray:
+        """F with F F' = ``template_scale_variance`` (d, sites)."""
+        size = len(self.pairs)
+        values, vectors = np.linalg.eigh(
+            np.broadcast_to(self.template_scale_variance, (size, size))
+        )
+        kept = values > 1e-12 * max(values[-1], 1e-300)
+        return vectors[:, kept] * np.sqrt(values[kept])
+
     @property
     def entries(self) -> float:
         """Number of released pairs."""

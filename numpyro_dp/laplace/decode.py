@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import numpy as np
 
@@ -228,23 +229,31 @@ def _error_covariance(
     """
     newest, size, count = stages[-1], len(mean), len(stages)
     away = np.stack([mean - stage.mean for stage in stages])
-    turn = newest.turned
-    own, spread, shape = away @ turn.T, turn @ covariance @ turn.T, turn.T @ newest.template
-    blocks = np.empty((count, size, count, size))
-    for j in range(count):
-        for k in range(j, count):
-            moment = spread + np.outer(own[j], own[k])
-            blocks[j, :, k] = (
-                newest.curvature_error / 2 * (turn.T @ matrix_error(moment, newest.pairs) @ turn)
-                + shape @ (newest.template_scale_variance * moment) @ shape.T
-            )
-            blocks[k, :, j] = blocks[j, :, k].T
+    own, shape = away @ newest.turned.T, newest.turned.T @ newest.template
+    # All terms are linear in V + a a'. That of V is the same for all pairs of stages.
+    spread = newest.turned @ covariance @ newest.turned.T
+    common = newest.curvature_error / 2 * _turned_error(newest, spread)
+    common += shape @ (newest.template_scale_variance * spread) @ shape.T
+    sizes = (shape @ (own[:, :, None] * newest.size_factor)).reshape(count * size, -1)
+    blocks = (sizes @ sizes.T).reshape(count, size, count, size) + common[:, None]
+    if np.all(newest.pairs):  # the same as below, by vectors
+        turned = own @ newest.turned
+        found = np.kron(own @ own.T, newest.turned.T @ newest.turned).reshape(blocks.shape)
+        blocks += newest.curvature_error / 2 * (found + np.einsum("ka,jb->jakb", turned, turned))
+    else:
+        for j, k in itertools.product(range(count), repeat=2):
+            moment = np.outer(own[j], own[k])
+            blocks[j, :, k] += newest.curvature_error / 2 * _turned_error(newest, moment)
     for j, stage in enumerate(stages):
-        turn = stage.turned
-        moment = turn @ (covariance + np.outer(away[j], away[j])) @ turn.T
         blocks[j, :, j] += (stage.unwhitening * stage.score_noise**2) @ stage.unwhitening
-        blocks[j, :, j] += stage.discrepancy / 2 * turn.T @ matrix_error(moment, stage.pairs) @ turn
+        moment = stage.turned @ (covariance + np.outer(away[j], away[j])) @ stage.turned.T
+        blocks[j, :, j] += stage.discrepancy / 2 * _turned_error(stage, moment)
         if stage.step is not None:
             pulled = newest.curvature @ stage.step
             blocks[j, :, j] += np.outer(pulled, pulled)
     return blocks.reshape(count * size, count * size)
+
+
+def _turned_error(stage: Stage, moment: np.ndarray) -> np.ndarray:
+    """Covariance (d, d) of E a, for a GOE error E in whitened coordinates, times 2."""
+    return stage.turned.T @ matrix_error(moment, stage.pairs) @ stage.turned

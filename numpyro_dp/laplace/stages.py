@@ -53,7 +53,7 @@ from numpyro_dp.model.records import Rows
 from numpyro_dp.model.structure import ModelStructure
 from numpyro_dp.posterior.algebra import factor, solve
 from numpyro_dp.posterior.likelihood import released_likelihood
-from numpyro_dp.posterior.prior import ModelPrior
+from numpyro_dp.posterior.prior import ModelPrior, Near
 from numpyro_dp.privacy.mechanism.staged import asking
 from numpyro_dp.privacy.plan import PrivacyReport
 from numpyro_dp.run.checkpoint import Checkpoint
@@ -102,6 +102,7 @@ class Run:
         self._blurred, self._norms = guess.blurred, guess.norms
         # A direction that may be unseen counts so until the records say otherwise. If it is seen,
         # the posterior is too wide for a while. The other error would make it too narrow.
+        self._near_scales: Near | None = None
         self._evidence, self._sites = np.zeros(len(guess.unseen)), sites_of(prior)
         size, self.pairs = len(guess.groups), pairs_of(guess.groups)
         self.whitening, self.template = np.diag(guess.whitening), np.eye(size)
@@ -199,6 +200,11 @@ class Run:
             variance = curvature.variance_of(stage, seen, square / mu[6], self.kappa)
         if variance is not None or self.kappa != kappa:
             decoded = self._decode(begin, variance)
+        if self.prior.has_scales:  # the released values may tell the scale of effects
+            told = released_likelihood(*decoded, self._prior)
+            self._near_scales = self.prior.near(*told, self._near_scales)
+            self._prior = self._near_scales.prior
+            decoded = self._decode(decoded, variance)
         self.mean, self._decoded = decoded
         self.stages, self.covariance = decode.with_step(self.stages, self.mean, self._decoded)
         # Sizes at the draws of this stage, before `_draw_around` sets those of the next.

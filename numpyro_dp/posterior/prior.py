@@ -2,7 +2,8 @@ r"""The normal prior that decoding uses, and the posterior under the model's own
 
 Decoding needs a normal prior of the latents that records see. If the model's prior is normal, it is
 used as it is. Otherwise the normal prior has its median, and the larger of the two widths that hold
-its central 68 and 95 %.
+its central 68 and 95 %. The prior of group effects becomes narrower once the released values tell
+their scale (:meth:`ModelPrior.near`).
 
 The released values then give a likelihood :math:`\exp(b^\top\theta - \theta^\top P \theta / 2)`.
 The posterior is this likelihood times the model's *own* prior. It is computed in closed form for a
@@ -15,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from numpyro_dp._tree import select
 from numpyro_dp.core import Values
 from numpyro_dp.model.density import Model
 from numpyro_dp.model.outcomes import Outcomes, read_latents, unconstrained_prior
-from numpyro_dp.posterior.algebra import factor
+from numpyro_dp.posterior.algebra import factor, symmetric
 from numpyro_dp.posterior.draws import Draws, Normal, Vectors, generator
 from numpyro_dp.posterior.likelihood import Prior
 from numpyro_dp.posterior.released import Likelihood, is_same_support
@@ -40,7 +41,26 @@ _DRAWS = 4000
 _KEPT = 4000  # draws from a posterior that is not normal
 _PROPOSED = 20_000
 _CHAINS = 2
+_PAIRS, _ROUNDS, _STEP = 128, 30, 0.5  # pairs of draws of effects, and rounds of EM
+_FEW = 16  # of them have a Hessian
+_LEAST = 0.25  # smallest precision, relative to that of the central part of the prior
 _MIXED = 1.2  # largest R-hat of chains that have mixed
+
+
+class Near(NamedTuple):
+    """A normal distribution near the posterior, see :meth:`ModelPrior.near`.
+
+    Attributes:
+        mean: Its mean of all latents (all,).
+        own: The part of the precision of latents that records see that the prior adds (d, d).
+        spread: Covariance of the other latents.
+        prior: The normal prior of the latents that records see.
+    """
+
+    mean: np.ndarray
+    own: np.ndarray
+    spread: np.ndarray
+    prior: Prior
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -148,15 +168,24 @@ class ModelPrior:
     def _sampled(self, precision: np.ndarray, linear: np.ndarray, rng_key: Array) -> np.ndarray:
         """Draws of several chains of NUTS, which start apart.
 
-        The scale of group effects makes a funnel, and a chain may get stuck in its neck. Then the
-        chains disagree, and others take shorter steps.
+        They move in the coordinates of a normal distribution near the posterior. There a sharp
+        likelihood has no narrow directions, and single precision is enough. The scale of group
+        effects makes a funnel, and a chain may get stuck in its neck. Then the chains disagree, and
+        others take shorter steps.
         """
-        mean, covariance = self.decoded.updated(precision, linear)
-        # Latents that no record sees start at their prior's median.
-        starts = np.tile(self.median, (_CHAINS, 1))
-        noise = generator(rng_key).normal(size=(_CHAINS, len(mean)))
-        starts[:, self.seen] = mean + noise @ factor(covariance).T
-        given = [jnp.asarray(x, jnp.result_type(float)) for x in (precision, linear, starts)]
+        if self.has_scales:
+            mean, own, spread, _ = self.near(precision, linear)
+            root = np.zeros((len(mean), len(mean)))
+            apart = np.setdiff1d(np.arange(len(mean)), self.seen)
+            root[np.ix_(self.seen, self.seen)] = factor(np.linalg.inv(own + precision))
+            root[np.ix_(apart, apart)] = factor(spread)
+        else:  # every latent is seen
+            mean, covariance = self.decoded.updated(precision, linear)
+            root = factor(covariance)
+        seen = root[self.seen]
+        given = [seen.T @ precision @ seen, seen.T @ (linear - precision @ mean[self.seen])]
+        given += [mean, root, generator(rng_key).normal(size=(_CHAINS, len(mean)))]
+        given = [jnp.asarray(each, jnp.result_type(float)) for each in given]
         given = [jax.random.split(rng_key, _CHAINS), *given]
         chains = np.asarray(self._nuts(0.9, *given))
         if not _mixed(chains):
@@ -172,6 +201,94 @@ class ModelPrior:
     @functools.cached_property
     def _log_priors(self) -> Callable[[Array], Array]:
         return jax.jit(jax.vmap(self.log_prior))
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether latents that no record sees decide the prior of others: scales of effects."""
+        return self.normal is None and len(self.seen) < len(self.median)
+
+    def near(self, precision: np.ndarray, linear: np.ndarray, begin: Near | None = None) -> Near:
+        r"""Returns the normal prior of group effects, given what a likelihood tells of their scale.
+
+        The prior of an effect u is as wide as its scale may be. Once the records tell the scale, it
+        is much narrower. Let t be the latents that no record sees, such as logs of scales, and f
+        the log prior of all latents. The EM algorithm finds the most likely t. Its information is
+
+        .. math:: I = -E_u[\nabla_t^2 f] - \mathrm{Cov}_u(\nabla_t f),
+
+        and the prior of u has the covariance :math:`E_t[-\nabla_u^2 f]^{-1}` over
+        :math:`t \sim N(\hat t, I^{-1})`, at most that of ``decoded``.
+
+        Args:
+            precision: P of the likelihood of the latents that records see.
+            linear: b of this likelihood.
+            begin: The result for an earlier likelihood.
+
+        Reference:
+            T. A. Louis (1982), Finding the observed information matrix when using the EM algorithm.
+        """
+        size = len(self.median)
+        seen, apart = self.seen, np.setdiff1d(np.arange(size), self.seen)
+        units = 1 / np.sqrt(np.diag(self.decoded.precision))
+        assert self.draws is not None  # a prior with scales is not normal
+        low, high = np.quantile(self.draws[:, apart], [0.1587, 0.8413], axis=0)
+        of_scales = np.maximum((high - low) / 2, 1e-6)
+        if begin is None:
+            # From wide effects, whose scale comes down to what the records say. From effects of 0
+            # it would stay at 0.
+            mean = self.median.astype(float)
+            mean[seen], _ = self.decoded.updated(precision, linear)
+            begin = Near(mean, self.decoded.precision, np.diag(of_scales**2), self.decoded)
+        mean, own, _, _ = begin
+        mean, rng = mean.copy(), generator(jax.random.key(0))
+        noise = rng.normal(size=(_PAIRS, size))
+        noise = np.concatenate([noise, -noise])
+        information = np.diag(of_scales**-2)
+        for _ in range(_ROUNDS):
+            covariance = np.linalg.inv(own + precision)
+            away = noise[:, seen] @ factor(covariance).T
+            # With exactly these variances. An error would move a scale that is hardly known.
+            away *= np.sqrt(np.diag(covariance) / np.mean(away**2, axis=0))
+            points = np.tile(mean, (len(noise), 1))
+            points[:, seen] += away
+            slopes, bends = self._derivatives(points)
+            if not (np.all(np.isfinite(slopes)) and np.all(np.isfinite(bends))):
+                return begin
+            slope, bend = slopes.mean(0), -bends.mean(0)
+            complete = _at_least(bend[np.ix_(apart, apart)], of_scales)
+            missing = np.atleast_2d(np.cov(slopes[:, apart].T))
+            information = _at_least(complete - missing, of_scales)
+            own = own + _STEP * (_at_least(bend[np.ix_(seen, seen)], units) - own)
+            pull = slope[seen] + linear - precision @ mean[seen]
+            mean[seen] += _STEP * np.linalg.solve(own + precision, pull)
+            # Far above its optimum, the log of a scale would step far below it.
+            step = np.linalg.solve(complete, slope[apart])
+            mean[apart] += _STEP * np.clip(step, -of_scales, of_scales)
+        spread = np.linalg.inv(information)
+        points = points[:: len(points) // _FEW]
+        ways = noise[: len(points), apart]
+        points[:, apart] = mean[apart] + ways @ factor(spread).T
+        slopes, bends = self._derivatives(points)
+        parts = [np.linalg.inv(_at_least(-each[np.ix_(seen, seen)], units)) for each in bends]
+        values, vectors = np.linalg.eigh(np.mean(parts, axis=0) / np.outer(units, units))
+        turned = vectors / units[:, None]
+        block = (turned / np.minimum(values, 1)) @ turned.T
+        middle = mean[seen] + np.linalg.solve(own, slope[seen])
+        return Near(mean, own, spread, Prior(middle, block))
+
+    def _derivatives(self, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Gradients of the log prior at points (number, all), and Hessians at a few of them."""
+        found = self._of_prior(jnp.asarray(points, jnp.result_type(float)))
+        return np.asarray(found[0], np.float64), np.asarray(found[1], np.float64)
+
+    @functools.cached_property
+    def _of_prior(self) -> Callable[[Array], tuple[Array, Array]]:
+        def found(points: Array) -> tuple[Array, Array]:
+            slopes = jax.vmap(jax.grad(self.log_prior))(points)
+            few = points[:: max(1, len(points) // _FEW)]
+            return slopes, jax.lax.map(jax.hessian(self.log_prior), few)
+
+        return jax.jit(found)
 
     @property
     def nothing(self) -> tuple[np.ndarray, np.ndarray]:
@@ -195,15 +312,16 @@ class ModelPrior:
 
         The draws are of shape (chains, draws, all). More accepted proposals need shorter steps.
         """
-        log_prior, seen = self.log_prior, jnp.asarray(self.seen)
+        log_prior = self.log_prior
 
         @jax.jit
         def draws(
-            accepted: float, keys: Array, precision: Array, linear: Array, starts: Array
-        ) -> Array:
-            def potential(flat: Array) -> Array:
-                theta = flat[seen]
-                return theta @ precision @ theta / 2 - linear @ theta - log_prior(flat)
+            accepted: float, keys: Array, precision: Array, linear: Array, mean: Array, root: Array,
+            starts: Array,
+        ) -> Array:  # fmt: skip
+            def potential(white: Array) -> Array:
+                fit = linear @ white - white @ precision @ white / 2
+                return -fit - log_prior(mean + root @ white)
 
             dense = starts.shape[1] <= 50
             kernel = NUTS(potential_fn=potential, dense_mass=dense, target_accept_prob=accepted)
@@ -212,7 +330,7 @@ class ModelPrior:
                 num_chains=_CHAINS, chain_method="vectorized", progress_bar=False,
             )  # fmt: skip
             mcmc.run(keys, init_params=starts)
-            return mcmc.get_samples(group_by_chain=True)
+            return mean + mcmc.get_samples(group_by_chain=True) @ root.T
 
         return draws
 
@@ -267,6 +385,13 @@ def read_prior(outcomes: Outcomes, rng_key: Array) -> ModelPrior:
     widths = np.maximum(np.maximum((high - low) / 2, (highest - lowest) / 3.92), 1e-6)
     decoded = Prior(middle, np.diag(widths**-2.0))
     return ModelPrior(outcomes, None, seen, decoded, constrain, flat, supports)
+
+
+def _at_least(matrix: np.ndarray, units: np.ndarray) -> np.ndarray:
+    """The matrix with no precision below a part of that of given standard deviations."""
+    values, vectors = np.linalg.eigh(symmetric(matrix) * np.outer(units, units))
+    turned = vectors / units[:, None]
+    return (turned * np.maximum(values, _LEAST)) @ turned.T
 
 
 def _by_weight(draws: np.ndarray, logs: np.ndarray, rng: np.random.Generator) -> np.ndarray | None:

@@ -310,6 +310,33 @@ def test_without_information_a_hierarchy_is_drawn_from_its_prior(monkeypatch):
         assert np.all(np.abs(ours.std(0) / exact.std(0) - 1) < 0.1)
 
 
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::numpyro_dp.posterior.PosteriorWarning")
+def test_many_groups_of_few_records_keep_their_scale():
+    """Under the wide prior of their scale, 60 effects would be lost in the noise."""
+
+    def model(group, y):
+        middle, s = (
+            numpyro.sample("middle", dist.Normal(0, 5)),
+            numpyro.sample("s", dist.Exponential()),
+        )
+        scale = numpyro.sample("scale", dist.HalfNormal(5.0))
+        with numpyro.plate("groups", 60):
+            effect = numpyro.sample("effect", dist.Normal(0, scale))
+        with numpyro.plate("rows", group.shape[0]):
+            numpyro.sample("y", dist.Normal(middle + effect[group], s), obs=y)
+
+    rng = np.random.default_rng(3)
+    group = np.repeat(np.arange(60), 40).astype(np.int32)
+    effect = 0.5 * rng.normal(size=60)
+    y = (1 + effect[group] + rng.normal(size=len(group))).astype(np.float32)
+    found = run(model, (group, y), budget=PrivacyBudget(3.0, 1e-5)).summary(prob=0.9)
+    lower, upper = (np.asarray(found["effect"][end]) for end in ("lower", "upper"))
+    assert np.mean((lower < effect) & (effect < upper)) > 0.8
+    assert np.mean(upper - lower) < 2 * 3.29 / np.sqrt(40 + 4)  # twice the exact width
+    assert abs(found["scale"]["mean"] - 0.5) < 3 * found["scale"]["sd"] < 0.5
+
+
 @pytest.mark.extended
 def test_double_precision_adds_no_public_array():
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():

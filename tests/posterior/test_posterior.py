@@ -400,3 +400,24 @@ def test_a_prior_with_two_modes_is_not_normal_and_chains_in_both_are_kept():
         modes.append(float(jnp.mean(draws["z"] > 0)))
     # A chain does not leave its mode. Two chains that start apart are often in both.
     assert any(0.2 < share < 0.8 for share in modes), modes
+
+
+def test_effects_have_the_scale_that_a_sharp_likelihood_tells():
+    def model(x):
+        scale = numpyro.sample("scale", dist.HalfNormal(5.0))
+        effect = numpyro.sample("effect", dist.Normal(0, scale).expand([30]).to_event(1))
+        with numpyro.plate("x", x.shape[0]):
+            numpyro.sample("obs", dist.Normal(effect.sum() + effect[0], 1), obs=x)
+
+    structure = Privacy().given_model(model, {}).structure((np.ones(100),), {})
+    prior = prior_of(Model(model, structure), ())
+    told, sd = np.linspace(-0.4, 0.4, 30), 0.01
+    precision = np.eye(30) / sd**2
+    near = prior.near(precision, precision @ told).prior
+    # The most likely scale, if that is known well: tau^2 = mean of the squares of effects.
+    np.testing.assert_allclose(np.diag(near.covariance), np.mean(told**2), rtol=0.15)
+    np.testing.assert_allclose(near.mean, 0, atol=0.05)
+    drawn = prior.posterior(precision, precision @ told, KEY)(KEY, 4000)
+    np.testing.assert_allclose(drawn["effect"].mean(0), told, atol=sd / 3)
+    np.testing.assert_allclose(drawn["effect"].std(0), sd, rtol=0.15)
+    assert drawn["scale"].mean() == pytest.approx(np.sqrt(np.mean(told**2)), rel=0.1)
