@@ -10,7 +10,9 @@ what the codebook says:
 - arithmetic of one number, such as ``log(age)`` or ``I(age**2)``.
 
 A term is the product of its factors. Each factor is centred at its public middle, because columns
-far from 0 go along with the intercept. Coefficients are moved back afterwards.
+far from 0 go along with the intercept. A curve of a number, such as ``I(age**2)`` beside ``age``,
+becomes what is left of it next to the terms of that number before it. Otherwise noise would hide
+the difference between the two. Coefficients are moved back afterwards.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ Codebook = Mapping[str, Any]
 _GROUP = re.compile(r"(^|\+)\s*\(((?:[^()|]|\([^()]*\))*?)(\|\|?)\s*([A-Za-z_]\w*)\s*\)")
 _FUNCTIONS = {"log": np.log, "log1p": np.log1p, "exp": np.exp, "sqrt": np.sqrt, "abs": np.abs}
 OWN_SITES = {"middle", "sigma", "shape", "precision", "thresholds", "y", "records"}
+_ALIKE = 1e-4  # smallest part of a curve that may be left
 _GRID = 201  # public points of a range, from which sizes and centres of curves are taken
 _READS_RECORDS = {
     "scale": "the standard deviation", "center": "the mean", "standardize": "the mean",
@@ -47,6 +50,7 @@ class Factor(NamedTuple):
         values: The base columns of the data set -> the column.
         centre: A public middle of it.
         unit: One unit of the variable is this much of the column.
+        moved: How much of other terms a unit of this one takes away, by the label of their factor.
     """
 
     label: str
@@ -54,6 +58,7 @@ class Factor(NamedTuple):
     values: Callable[[Mapping[str, np.ndarray]], np.ndarray]
     centre: float
     unit: float
+    moved: tuple[tuple[str, float], ...] = ()
 
 
 class Column(NamedTuple):
@@ -103,6 +108,8 @@ class Column(NamedTuple):
                 part = moved * math.prod(f.unit for f in kept) / self.unit
                 labels = frozenset(f.label for f in kept)
                 found[labels] = found.get(labels, 0.0) + part
+        if len(self.factors) == 1:
+            found |= {frozenset([label]): -part for label, part in self.factors[0].moved}
         return found
 
 
@@ -301,7 +308,50 @@ def _columns(terms: list[tuple[str, ...]], codebook: Codebook) -> list[Column]:
                 centred.append(expr)
         mask = tuple(expr in centred for expr in term)
         columns += [Column(product, mask) for product in itertools.product(*factors)]
-    return columns
+    return _without_shared_parts(columns, codebook)
+
+
+def _without_shared_parts(columns: list[Column], codebook: Codebook) -> list[Column]:
+    """The columns, with each curve of a number in place of what is left of it next to others.
+
+    The parts are those of least squares on the public range. The number itself comes first.
+    """
+    found, known = list(columns), dict[str, list[Factor]]()
+    places = [
+        place for place, column in enumerate(columns)
+        if len(column.factors) == 1 and isinstance(codebook[column.factors[0].name], tuple)
+        and not column.factors[0].label.startswith("bs(")
+    ]  # fmt: skip
+    for place in sorted(places, key=lambda n: columns[n].factors[0].name != columns[n].label):
+        factor = columns[place].factors[0]
+        others = known.setdefault(factor.name, [])
+        if others:
+            found[place] = Column((_left_of(factor, tuple(others)),), (True,))
+        others.append(factor)
+    return found
+
+
+def _left_of(factor: Factor, others: tuple[Factor, ...]) -> Factor:
+    """What is left of a factor next to others of its variable, over half of its length."""
+    grid = [_on_grid(factor.name, each.values) for each in (factor, *others)]
+    away = np.stack([each - each.mean() for each in grid[1:]], axis=1)
+    parts = np.linalg.lstsq(away, grid[0] - grid[0].mean(), rcond=None)[0]
+    left = grid[0] - np.stack(grid[1:], axis=1) @ parts
+    half = float(np.ptp(left)) / 2
+    if half < _ALIKE * np.ptp(grid[0]):
+        raise ValueError(
+            f"{factor.label} is nearly the same as {[each.label for each in others]} on the range "
+            "in the codebook. Leave it out."
+        )
+
+    def values(base: Mapping[str, np.ndarray]) -> np.ndarray:
+        taken = (part * each.values(base) for part, each in zip(parts, others, strict=True))
+        return (factor.values(base) - sum(taken)) / half
+
+    moved = tuple((each.label, float(part * each.unit / factor.unit))
+                  for each, part in zip(others, parts, strict=True))  # fmt: skip
+    centre, unit = float(left.mean()) / half, factor.unit / half
+    return Factor(factor.label, factor.name, values, centre, unit, moved)
 
 
 def _factors(text: str, full: bool, codebook: Codebook) -> list[Factor]:

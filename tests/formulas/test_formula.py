@@ -77,6 +77,19 @@ def test_the_predictor_is_that_of_formulaic(text, frame):
     np.testing.assert_allclose(eta, wanted, atol=2e-4 * max(1, np.std(wanted)))
 
 
+def test_a_curve_is_what_is_left_of_it_next_to_its_variable():
+    """On a range far from 0, a number and its square are nearly the same column."""
+    formula = read_formula("y ~ I(a**2) + s * a + log(a)", CODEBOOK)
+    every = {"a": np.linspace(18, 90, 1000), "s": np.resize(["f", "m"], 1000)}
+    base = formula.arrays(every, ["a", "s"])
+    columns = {c.label: c.values(base) for c in formula.columns}
+    curves = np.stack([columns[name] for name in ("a", "I(a ** 2)", "log(a)")])
+    np.testing.assert_allclose(np.corrcoef(curves), np.eye(3), atol=0.02)
+    np.testing.assert_allclose(np.ptp(curves, axis=1), 2, rtol=1e-2)
+    with pytest.raises(ValueError, match="nearly the same as"):
+        read_formula("y ~ a + I(2 * a)", CODEBOOK)
+
+
 def test_splines_have_public_knots(frame):
     read = read_formula("y ~ bs(b, knots=[1, 2])", CODEBOOK)
     assert [c.label for c in read.columns] == [f"bs(b)[{n}]" for n in range(1, 6)]
