@@ -11,6 +11,7 @@ Everything here is a function of released values and has no privacy cost.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,7 +20,14 @@ from scipy.special import log_ndtr, softmax
 
 from numpyro_dp.laplace.pattern import pairs_of, power_of
 from numpyro_dp.posterior.algebra import inverse, roots, solve, symmetric, trace_of
-from numpyro_dp.posterior.likelihood import SMALLEST_SCALE, Prior, denoise_curvature, size_of
+from numpyro_dp.posterior.likelihood import (
+    LEAST_SPREAD,
+    SMALLEST_SCALE,
+    Prior,
+    denoise_curvature,
+    gain_of,
+    size_of,
+)
 
 # Prior sds of the size of a site's curvature, relative to that of all sites. Most sites have nearly
 # the size of the guess, and few a very different one.
@@ -58,6 +66,7 @@ class Stage:
         curvature: The denoised curvature, in the coordinates of theta (d, d).
         curvature_floored: ``curvature`` with all eigenvalues raised above 0 (d, d).
         curvature_error: GOE variance of the error that is left in ``curvature``, whitened.
+        errors: The GOE variance of each entry, over ``curvature_error`` (d, d).
         groups: Sites of group effects, see :func:`~numpyro_dp.laplace.pattern.group_sites` (d,).
         spread: Covariance of the draws, over ``covariance``.
         discrepancy: GOE variance of this stage's own curvature, whitened, around the newest one.
@@ -79,6 +88,7 @@ class Stage:
     curvature: np.ndarray
     curvature_floored: np.ndarray
     curvature_error: float
+    errors: np.ndarray
     groups: np.ndarray
     turned: np.ndarray
     spread: float = 1.0
@@ -124,6 +134,7 @@ def read_stage(
     unseen: np.ndarray | None = None,
     spread: float = 1.0,
     sites: np.ndarray | None = None,
+    classes: np.ndarray | None = None,
 ) -> Stage:
     """Denoises the released values of a stage.
 
@@ -141,6 +152,7 @@ def read_stage(
         unseen: Directions in which the curvature is 0 (k, d), by default none.
         spread: Covariance of the stage's draws, over ``covariance``.
         sites: Number of the site of each latent (d,), by default the same for all.
+        classes: 1 + the site number of each effect of groups, and 0 for others (d,).
 
     Returns:
         The stage. Its discrepancy is still 0, and
@@ -149,11 +161,12 @@ def read_stage(
     groups = np.zeros(len(mean), int) if groups is None else groups
     pairs = pairs_of(groups)
     noisy_curvature, template = symmetric(noisy_curvature), np.where(pairs, template, 0)
-    entries = (float(np.sum(pairs)) + len(pairs)) / 2
     template, site_variances = _sized(noisy_curvature, template, curvature_noise, sites)
-    denoised, error, scale_variance = denoise_curvature(
-        noisy_curvature, template, curvature_noise, entries
+    classes = np.zeros(len(mean), int) if classes is None else classes
+    denoised, errors, scale_variance = _denoised(
+        noisy_curvature, template, curvature_noise, pairs, classes
     )
+    error = float(np.sum(errors * pairs) / np.sum(pairs))
     unwhitening, seen = inverse(whitening), np.eye(len(mean))
     if unseen is not None and len(unseen):
         # In whitened coordinates a direction u of theta is W^-1 u.
@@ -176,10 +189,39 @@ def read_stage(
         curvature=symmetric(unwhitening @ denoised @ unwhitening),
         curvature_floored=symmetric(unwhitening @ (vectors * values) @ vectors.T @ unwhitening),
         curvature_error=error,
+        errors=errors / error,
         groups=groups,
         turned=seen @ unwhitening,
         spread=spread,
     )
+
+
+def _denoised(
+    noisy: np.ndarray,
+    template: np.ndarray,
+    noise_sd: float,
+    pairs: np.ndarray,
+    classes: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """The denoised curvature, GOE variances of its entries (d, d), and that of the template's size.
+
+    Each pair of classes has its own spread. Two effects of groups have hardly a curvature. Those of
+    an effect and a weight may be far from the guess, if the column varies between groups.
+    """
+    known, size = np.unique(classes), len(noisy)
+    noise = max(noise_sd, 1e-9 * np.trace(template) / size) ** 2
+    size_mean, size_variance = size_of(noisy, template, noise)
+    guess = size_mean * template
+    spread = (np.geomspace(LEAST_SPREAD, 1, 60) * np.trace(guess) / size) ** 2
+    gains, errors = np.zeros_like(noisy), np.zeros_like(noisy)
+    for one, other in itertools.combinations_with_replacement(known, 2):
+        both = (classes[:, None] == one) & (classes == other)
+        both |= both.T
+        own = both & pairs
+        entries = (np.sum(own) + np.sum(np.diag(own))) / 2
+        gains[both], errors[both] = gain_of((noisy - guess)[own], entries, spread, noise)
+    mean = float(np.sum(gains * pairs) / np.sum(pairs))
+    return guess + gains * (noisy - guess), errors, size_variance * (1 - mean) ** 2
 
 
 def _sized(

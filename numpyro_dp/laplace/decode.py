@@ -221,9 +221,9 @@ def _error_covariance(
     r"""The (K d, K d) covariance of :math:`S_j - H (\phi - m_j)` over all K stages.
 
     With :math:`a_j = m - m_j` and :math:`M_{jk} = W^{-1} (V + a_j a_k') W^{-1}`, a GOE error of
-    variance v has the covariance :math:`v\, W^{-1} (\mathrm{tr}(M) I + M') W^{-1} / 2`. If only
-    some pairs P were released, it is :math:`v\, W^{-1} (\mathrm{diag}(P\, \mathrm{diag} M) + P
-    \circ M') W^{-1} / 2`. An error in the size of the template B has its variance times
+    variance v has the covariance :math:`v\, W^{-1} (\mathrm{tr}(M) I + M') W^{-1} / 2`. If entries
+    have other variances P, it is :math:`W^{-1} (\mathrm{diag}(P\, \mathrm{diag} M) + P \circ M')
+    W^{-1} / 2`. An error in the size of the template B has its variance times
     :math:`T M T`, with :math:`T = W^{-1} B`. These two errors come from the newest stage and couple
     all stages. Noise and discrepancy act on the diagonal block of their own stage.
     """
@@ -232,28 +232,30 @@ def _error_covariance(
     own, shape = away @ newest.turned.T, newest.turned.T @ newest.template
     # All terms are linear in V + a a'. That of V is the same for all pairs of stages.
     spread = newest.turned @ covariance @ newest.turned.T
-    common = newest.curvature_error / 2 * _turned_error(newest, spread)
+    errors = newest.curvature_error / 2 * np.where(newest.pairs, newest.errors, 0)
+    common = _turned_error(newest, spread, errors)
     common += shape @ (newest.template_scale_variance * spread) @ shape.T
     sizes = (shape @ (own[:, :, None] * newest.size_factor)).reshape(count * size, -1)
     blocks = (sizes @ sizes.T).reshape(count, size, count, size) + common[:, None]
-    if np.all(newest.pairs):  # the same as below, by vectors
+    if np.all(newest.pairs) and np.ptp(newest.errors) == 0:  # the same as below, by vectors
         turned = own @ newest.turned
         found = np.kron(own @ own.T, newest.turned.T @ newest.turned).reshape(blocks.shape)
         blocks += newest.curvature_error / 2 * (found + np.einsum("ka,jb->jakb", turned, turned))
     else:
-        for j, k in itertools.product(range(count), repeat=2):
-            moment = np.outer(own[j], own[k])
-            blocks[j, :, k] += newest.curvature_error / 2 * _turned_error(newest, moment)
+        for j, k in itertools.combinations_with_replacement(range(count), 2):
+            found = _turned_error(newest, np.outer(own[j], own[k]), errors)
+            blocks[j, :, k] += found
+            blocks[k, :, j] += found.T * (j != k)
     for j, stage in enumerate(stages):
         blocks[j, :, j] += (stage.unwhitening * stage.score_noise**2) @ stage.unwhitening
         moment = stage.turned @ (covariance + np.outer(away[j], away[j])) @ stage.turned.T
-        blocks[j, :, j] += stage.discrepancy / 2 * _turned_error(stage, moment)
+        blocks[j, :, j] += _turned_error(stage, moment, stage.discrepancy / 2 * stage.pairs)
         if stage.step is not None:
             pulled = newest.curvature @ stage.step
             blocks[j, :, j] += np.outer(pulled, pulled)
     return blocks.reshape(count * size, count * size)
 
 
-def _turned_error(stage: Stage, moment: np.ndarray) -> np.ndarray:
-    """Covariance (d, d) of E a, for a GOE error E in whitened coordinates, times 2."""
-    return stage.turned.T @ matrix_error(moment, stage.pairs) @ stage.turned
+def _turned_error(stage: Stage, moment: np.ndarray, variances: np.ndarray) -> np.ndarray:
+    """Covariance (d, d) of E a, for an error E in whitened coordinates. See ``matrix_error``."""
+    return stage.turned.T @ matrix_error(moment, variances) @ stage.turned

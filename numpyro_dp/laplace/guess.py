@@ -40,7 +40,9 @@ class FirstGuess(NamedTuple):
 
     Attributes:
         whitening: Diagonal of the first whitening, shape (d,).
-        groups: Sites of group effects, see :func:`~numpyro_dp.laplace.pattern.group_sites`.
+        groups: Sites of group effects whose pairs are not released, see
+            :func:`~numpyro_dp.laplace.pattern.group_sites`.
+        classes: All sites of group effects.
         unseen: Directions without scores, shape (directions, d) each. Those of the model come
             first, then those that it has if a column is constant.
         near: ``(mean, covariance) -> (share, sizes)``. At draws with this share of the covariance,
@@ -52,6 +54,7 @@ class FirstGuess(NamedTuple):
 
     whitening: np.ndarray
     groups: np.ndarray
+    classes: np.ndarray
     unseen: tuple[np.ndarray, ...]
     near: Callable[[np.ndarray, np.ndarray], tuple[float, np.ndarray]]
     blurred: Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -116,14 +119,15 @@ def first_guess(prior: ModelPrior, scales: Mapping[int, np.ndarray], rng_key: Ar
     # With equal indices, a record of w[i] + w[j] would seem to see one group.
     mixed = _with_indices(mixed, outcomes, rng)
     distinct = np.concatenate(scores_at(points, mixed)[1:])
-    groups = group_sites(np.concatenate([scores, np.nan_to_num(distinct)]), sites_of(prior))
+    classes = group_sites(np.concatenate([scores, np.nan_to_num(distinct)]), sites_of(prior))
+    groups = classes if size > MOST_DENSE else np.zeros(size, int)
     _check_number(groups)
     unseen = _unseen(scores_at, points, mixed, rng)
     near = functools.partial(_near, scores_at, mixed, listed=bool(outcomes.number))
     blurred = functools.partial(_blurred, scores_at, mixed)
     norms = functools.partial(_norms, scores_at, mixed)
     first = np.sqrt(size / number) / (typical * widths)
-    return FirstGuess(first, groups, unseen, near, blurred, norms)
+    return FirstGuess(first, groups, classes, unseen, near, blurred, norms)
 
 
 def _with_indices(

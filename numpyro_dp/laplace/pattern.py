@@ -30,8 +30,6 @@ def group_sites(scores: np.ndarray, sites: np.ndarray) -> np.ndarray:
         scores: Scores of invented records, shape (records, d).
         sites: Site number of each latent, shape (d,).
     """
-    if len(sites) <= MOST_DENSE:
-        return np.zeros(len(sites), int)
     found = np.zeros(len(sites), int)
     for site in np.unique(sites):
         own = sites == site

@@ -100,6 +100,7 @@ class Run:
         self._planned_at_first = len(plan.kinds)
         self._unseen, self._near = guess.unseen, guess.near
         self._blurred, self._norms = guess.blurred, guess.norms
+        self._classes = guess.classes
         # A direction that may be unseen counts so until the records say otherwise. If it is seen,
         # the posterior is too wide for a while. The other error would make it too narrow.
         self._near_scales: Near | None = None
@@ -164,7 +165,7 @@ class Run:
         stage = curvature.read_stage(
             self.mean, self.covariance, self.whitening, self.template,
             score, noisy, noises, clips[1] / mu[1], self.groups,
-            self._without_scores(noisy, clips[1] / mu[1]), self._spread, self._sites,
+            self._without_scores(noisy, clips[1] / mu[1]), self._spread, self._sites, self._classes,
         )  # fmt: skip
         if self.stages:
             # The curvature may have changed along the whole way, or along the last step alone.
@@ -331,17 +332,22 @@ class Run:
     def likelihood(self) -> tuple[np.ndarray, np.ndarray]:
         """Precision and linear term of the released likelihood, for use with another prior.
 
-        ``with_step`` widens the covariance and keeps the mean. This is right under the prior of the
-        decode. In a direction that is as wide as this prior, the likelihood then has precision 0
-        and a linear term that is not 0. Another prior, such as that of group effects with an
-        unknown scale, would follow it without limit. So other priors get the likelihood without it.
+        Under a normal prior, what is unsure widens the covariance and keeps the mean. In a
+        direction that is as wide as the prior, the likelihood then has precision 0 and a linear
+        term that is not 0. Another prior, such as that of group effects with an unknown scale,
+        would follow it without limit. So other priors get a likelihood that is itself wider.
         """
-        covariance = self._decoded if self.prior.normal is None else self.covariance
-        if self.prior.normal is not None and not self.arrived:  # another step may be as long
+        blur = self._blur()
+        if self.prior.normal is None:
+            precision, linear = released_likelihood(self.mean, self._decoded, self._prior)
+            told = precision @ blur
+            share = 1 + blur @ told
+            return precision - np.outer(told, told) / share, linear - told * (blur @ linear) / share
+        covariance = self.covariance + np.outer(blur, blur)
+        if not self.arrived:  # another step may be as long
             step = self._last_steps()
             covariance = covariance + np.outer(step, step)
-        blur = self._blur()
-        return released_likelihood(self.mean, covariance + np.outer(blur, blur), self._prior)
+        return released_likelihood(self.mean, covariance, self._prior)
 
     def _blur(self) -> np.ndarray:
         r"""How far errors of all latents may have moved the mean (d,).

@@ -90,16 +90,31 @@ def denoise_curvature(
     noise = max(noise_sd, smallest) ** 2
     size_mean, size_variance = size_of(noisy, template, noise)
     guess = size_mean * template
-    distance = np.sum((noisy - guess) ** 2)
     spread = (np.geomspace(least_spread, 1, 60) * np.trace(guess) / size) ** 2
+    gain, error = gain_of(noisy - guess, entries, spread, noise, noise_share)
+    return guess + gain * (noisy - guess), error, float(size_variance * (1 - gain) ** 2)
+
+
+def gain_of(
+    gap: np.ndarray, entries: float, spread: np.ndarray, noise: float, noise_share: float = 1.0
+) -> tuple[float, float]:
+    """Part of a gap between a noisy matrix and its guess that is no noise, and its error variance.
+
+    Args:
+        gap: The gap, or a part of it (rows, columns).
+        entries: Number of its independent entries.
+        spread: Variances that the part without noise may have.
+        noise: Variance of the noise.
+        noise_share: As for :func:`denoise_curvature`.
+    """
+    distance = np.sum(gap**2)
     total = spread + noise_share * noise
     weight = softmax(-(entries * np.log(total) + distance / total) / 2)
     # The share is left out here: if the noise is only a bound, the matrix is shrunk more.
     gains = spread / (spread + noise)
     gain = weight @ gains
     # The gain is uncertain too. Its error multiplies the distance to the guess.
-    error = noise * gain + weight @ (gains - gain) ** 2 * distance / entries
-    return guess + gain * (noisy - guess), float(error), float(size_variance * (1 - gain) ** 2)
+    return float(gain), float(noise * gain + weight @ (gains - gain) ** 2 * distance / entries)
 
 
 def size_of(
@@ -124,16 +139,16 @@ def believed_part(values: np.ndarray, doubt: np.ndarray | float) -> np.ndarray:
     return values**3 / np.maximum(values**2 + doubt, 1e-300)
 
 
-def matrix_error(moment: np.ndarray, pairs: np.ndarray | None = None) -> np.ndarray:
+def matrix_error(moment: np.ndarray, variances: np.ndarray | None = None) -> np.ndarray:
     """Twice the covariance of E a and E b for a GOE error E of variance 1 and ``moment`` = a b'.
 
     Args:
         moment: The matrix a b', or a mean of such matrices (d, d).
-        pairs: Which entries E has, by default all (d, d).
+        variances: The GOE variance of each entry of E, by default 1 (d, d).
     """
-    if pairs is None or np.all(pairs):
+    if variances is None:
         return np.trace(moment) * np.eye(len(moment)) + moment.T
-    return np.diag(pairs @ np.diag(moment)) + np.where(pairs, moment.T, 0)
+    return np.diag(variances @ np.diag(moment)) + variances * moment.T
 
 
 def decode(

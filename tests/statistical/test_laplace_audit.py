@@ -60,8 +60,8 @@ def worlds(noise_factor, draws):
     plan = Schedule(plan.mu, (Kind.SIZE, Kind.SCALES, *plan.kinds), (*early, *plan.parts))
     unseen = (np.zeros((0, 3)),)
     guess = FirstGuess(
-        np.ones(3), np.zeros(3, int), unseen, lambda *_: (1.0, np.ones(3)), lambda *_: np.zeros(3),
-        lambda *_: np.ones(1),
+        np.ones(3), np.zeros(3, int), np.zeros(3, int), unseen, lambda *_: (1.0, np.ones(3)),
+        lambda *_: np.zeros(3), lambda *_: np.ones(1),
     )  # fmt: skip
     driver = Stages(settings, outcomes, guess.groups, True)
     prior = read_prior(outcomes, jax.random.key(0))
