@@ -205,7 +205,8 @@ class ModelPrior:
     @property
     def has_scales(self) -> bool:
         """Whether latents that no record sees decide the prior of others: scales of effects."""
-        return self.normal is None and len(self.seen) < len(self.median)
+        every = sum(int(np.prod(shape)) for shape in self.outcomes.shapes.values())
+        return self.normal is None and len(self.seen) < every
 
     def near(self, precision: np.ndarray, linear: np.ndarray, begin: Near | None = None) -> Near:
         r"""Returns the normal prior of group effects, given what a likelihood tells of their scale.
@@ -304,7 +305,10 @@ class ModelPrior:
     @functools.cached_property
     def median(self) -> np.ndarray:
         """The prior's median of all latents (all,)."""
-        return np.median(_flat_prior(self.outcomes, jax.random.key(0), 200), axis=0)
+        draws = (
+            _flat_prior(self.outcomes, jax.random.key(0), 200) if self.draws is None else self.draws
+        )
+        return np.median(draws, axis=0)
 
     @functools.cached_property
     def _nuts(self) -> Callable[..., Array]:
