@@ -231,8 +231,7 @@ class ModelPrior:
         size = len(self.median)
         seen, apart = self.seen, np.setdiff1d(np.arange(size), self.seen)
         units = 1 / np.sqrt(np.diag(self.decoded.precision))
-        assert self.draws is not None  # a prior with scales is not normal
-        low, high = np.quantile(self.draws[:, apart], [0.1587, 0.8413], axis=0)
+        low, high = np.quantile(self._some[:, apart], [0.1587, 0.8413], axis=0)
         of_scales = np.maximum((high - low) / 2, 1e-6)
         if begin is None:
             # From wide effects, whose scale comes down to what the records say. From effects of 0
@@ -266,10 +265,11 @@ class ModelPrior:
             step = np.linalg.solve(complete, slope[apart])
             mean[apart] += _STEP * np.clip(step, -of_scales, of_scales)
         spread = np.linalg.inv(information)
-        points = points[:: len(points) // _FEW]
-        ways = noise[: len(points), apart]
-        points[:, apart] = mean[apart] + ways @ factor(spread).T
-        slopes, bends = self._derivatives(points)
+        few = slice(None, None, len(points) // _FEW)  # in pairs, as all of them
+        points[few, apart] = mean[apart] + noise[few, apart] @ factor(spread).T
+        _, bends = self._derivatives(points)
+        if not np.all(np.isfinite(bends)):
+            return begin
         parts = [np.linalg.inv(_at_least(-each[np.ix_(seen, seen)], units)) for each in bends]
         values, vectors = np.linalg.eigh(np.mean(parts, axis=0) / np.outer(units, units))
         turned = vectors / units[:, None]
@@ -305,10 +305,14 @@ class ModelPrior:
     @functools.cached_property
     def median(self) -> np.ndarray:
         """The prior's median of all latents (all,)."""
-        draws = (
-            _flat_prior(self.outcomes, jax.random.key(0), 200) if self.draws is None else self.draws
-        )
-        return np.median(draws, axis=0)
+        return np.median(self._some, axis=0)
+
+    @functools.cached_property
+    def _some(self) -> np.ndarray:
+        """Draws of all latents from their prior (draws, all)."""
+        if self.draws is not None:
+            return self.draws
+        return np.asarray(_flat_prior(self.outcomes, jax.random.key(0), 200), np.float64)
 
     @functools.cached_property
     def _nuts(self) -> Callable[..., Array]:
